@@ -123,6 +123,7 @@ def run_rlctl(
         "peak_gib": clock[-1]["perf/max_memory_allocated_gb"],
         "mean_length": statistics.fmean(row["response_length/mean"] for row in timed),
         "rewards": [row["critic/score/mean"] for row in clock],
+        "calls": statistics.fmean(row.get("episode/num_tool_calls", 0.0) for row in timed),
         "correction": sum(spent) / (steps + warm_up),
     }
 

@@ -221,6 +221,9 @@ class TokenBatch:
     baseline_scores: Tensor | None = None  # (E,) of the greedy response; ReMax
     old_log_probs: Tensor | None = None  # (M,) π_old; in bypass mode π_rollout
     ref_log_probs: Tensor | None = None  # (M,) π_ref
+    teacher_log_probs: Tensor | None = None  # (M,) of the teacher
+    teacher_top_k: TokenLists | None = None  # (M) its K most likely tokens
+    teacher_tail: Tensor | None = None  # (M,) its log-prob of all others together
     values: Tensor | None = None  # (M,) of the critic before its updates
     score_norms: Tensor | None = None  # (M,) ‖∇_logits log π‖²
     sequence_weights: Tensor | None = None  # (E,) Π π/π_rollout
@@ -305,8 +308,8 @@ class TokenBatch:
     @property
     def inputs(self) -> ModelInputs:
         """Input of a forward pass over these tokens."""
-        lists = self.kept, self.most_likely
-        return ModelInputs(self.token_ids, self.sampled, self.lengths, *lists, self.experts)
+        listed = self.most_likely if self.teacher_top_k is None else self.teacher_top_k
+        return ModelInputs(self.token_ids, self.sampled, self.lengths, self.kept, listed, self.experts)
 
     def pick(self, episodes: Tensor | Many[int]) -> TokenBatch:
         """The episodes with these indices (k,), in that order."""

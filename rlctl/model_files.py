@@ -47,6 +47,8 @@ _MORE_THAN_LORA = (
 )
 #: Files in a model directory apart from its weights: configs, tokenizer, chat template, code.
 _TEXT_FILES = ["*.json", "*.txt", "*.model", "*.jinja", "*.py"]
+#: At least one of these must exist for a tokenizer to load.
+TOKENIZERS = ("tokenizer.json", "tokenizer.model", "vocab.json", "vocab.txt", "spiece.model")
 #: All files that loading a model or tokenizer reads.
 LOADED_FILES = [*_TEXT_FILES, "*.safetensors", "*.bin", "additional_chat_templates/*"]
 _PIP_TIMEOUT_S = 1500.0

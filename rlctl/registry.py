@@ -536,7 +536,8 @@ DIAGNOSIS_RULES = Registry(
     "diagnosis rule",
     key="--rules",
     module="rlctl.diagnose.rules_samples rlctl.diagnose.rules_engines rlctl.diagnose.rules_update"
-    " rlctl.diagnose.rules_weights rlctl.diagnose.rules_rejection rlctl.diagnose.rules_reward",
+    " rlctl.diagnose.rules_weights rlctl.diagnose.rules_rejection rlctl.diagnose.rules_reward"
+    " rlctl.diagnose.rules_episodes",
     takes="run",
     takes_params=False,
 )

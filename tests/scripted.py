@@ -90,10 +90,11 @@ def played(
     says: Callable[[str], str],
     tasks: Sequence[Task] = (),
     n: int = 1,
+    name: str = "Game",
     **given: object,
 ) -> tuple[list[Episode], ScriptedEngine]:
     """The episodes of these tasks in an environment of a user's file, and the engine that it spoke with."""
-    source, engine = source_of(folder, code, **given), ScriptedEngine(says)
+    source, engine = source_of(folder, code, name, **given), ScriptedEngine(says)
     members = [(task, member) for task in (tasks or [asked()]) for member in range(n)]
     try:
         return source.sample(engine, members, SAMPLING, 1), engine

@@ -22,6 +22,8 @@ if TYPE_CHECKING:
     from rlctl.algos.segments import Segments
 
 
+#: Log-probs below this are of probability 0.
+_IMPOSSIBLE = -1e30
 _SCHULMAN = 'Schulman 2020, "Approximating KL Divergence"'
 
 
@@ -123,6 +125,22 @@ def kl_loss(
     KL_ESTIMATORS.check_returned(kind, found, tuple(log_probs.shape))
     KL_ESTIMATORS.check_gradient(kind, found, log_probs, "log_probs")
     return found
+
+
+def top_k_kl(log_probs: Tensor, teacher_log_probs: Tensor) -> Tensor:
+    """(m,): reverse KL(π_θ ‖ teacher) of each token's distribution, with gradient, of the listed tokens and a
+    bucket for all others.
+
+    Merging tokens into a bucket never increases a KL (log-sum inequality; Cover and Thomas 2006, theorem
+    2.7.1): it is a lower bound of the KL over the vocabulary, and equal to it if all tokens are listed. Its
+    gradient is that of the bound, given the preceding tokens, whichever policy sampled them.
+
+    Args:
+        log_probs, teacher_log_probs: (m, K + 1) nats, of the same K tokens and of the bucket.
+    """
+    new, given = widened(log_probs), widened(teacher_log_probs.detach())
+    gaps = (new - given).where(given > _IMPOSSIBLE, 0.0)  # an empty bucket; a token that truncation left out
+    return (new.exp() * gaps).sum(-1)
 
 
 def _exp(log_ratio: Tensor) -> Tensor:

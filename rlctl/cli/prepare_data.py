@@ -15,6 +15,7 @@ from rlctl.prepare.request import (
     BadRows,
     Duplicates,
     Leakage,
+    NearDuplicates,
     Overlong,
     Placeholders,
     PrepareRequest,
@@ -134,6 +135,12 @@ def parquet(
         Duplicates,
         _policy(help="Rows with the question of an earlier row: check (refuse more than 5 %), keep or drop."),
     ] = "check",
+    near_duplicates: Annotated[
+        NearDuplicates,
+        _policy(
+            help="Rows similar to an earlier row (MinHash, Jaccard similarity of 0.8): count, drop or off."
+        ),
+    ] = "count",
     against: Against = None,
     leakage: Annotated[
         Leakage,

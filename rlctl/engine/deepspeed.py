@@ -40,7 +40,7 @@ from rlctl.engine.deepspeed_setup import (
     zero_stage_of,
 )
 from rlctl.engine.layout import BodyReader, idle_inputs
-from rlctl.engine.log_probs import PolicyModule, policy_output
+from rlctl.engine.log_probs import PolicyModule, policy_output, top_k_output
 from rlctl.engine.lora import Adapter, adapter_parameters, plain_weights
 from rlctl.engine.model import export
 from rlctl.engine.protocol import PolicyOutput, StepResult
@@ -290,7 +290,7 @@ class DeepSpeedCritic(_Engine):
 
 
 class FrozenPolicy:
-    """A `ReferencePolicy` with separate weights: a model that computes log-probs and is never trained.
+    """A `Teacher` with separate weights: a model that computes log-probs and is never trained.
 
     Under ZeRO-3 its weights are partitioned among the ranks like the actor's; otherwise every rank holds
     all of them.
@@ -330,6 +330,11 @@ class FrozenPolicy:
     def log_probs(self, inputs: ModelInputs) -> Tensor:
         """See `ReferencePolicy.log_probs`; the caller splits the batch into micro-batches."""
         return policy_output(self._frozen, inputs).log_probs
+
+    @torch.no_grad()
+    def top_k(self, inputs: ModelInputs, count: int, vocabulary: int) -> Tensor:
+        """See `Teacher.top_k`."""
+        return top_k_output(self._frozen, inputs, count, vocabulary)
 
 
 class PartitionedLoading:

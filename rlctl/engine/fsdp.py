@@ -26,7 +26,7 @@ from torch.distributed.tensor import DTensor
 from rlctl.batch import ModelInputs
 from rlctl.engine.deepspeed_setup import Settings, recompute_layers
 from rlctl.engine.layout import BodyReader, idle_inputs
-from rlctl.engine.log_probs import PolicyModule, policy_output
+from rlctl.engine.log_probs import PolicyModule, policy_output, top_k_output
 from rlctl.engine.lora import Adapter, adapter_parameters, plain_weights
 from rlctl.engine.model import export
 from rlctl.engine.protocol import PolicyOutput, StepResult
@@ -172,7 +172,7 @@ class FsdpCritic(_Engine):
 
 
 class FsdpReference:
-    """A `ReferencePolicy` with separate weights, divided among the ranks, which is never trained."""
+    """A `Teacher` with separate weights, divided among the ranks, which is never trained."""
 
     def __init__(self, model: Any, ranks: Ranks, *, dtype: torch.dtype, temperature: float) -> None:
         model.requires_grad_(False)
@@ -182,6 +182,11 @@ class FsdpReference:
     def log_probs(self, inputs: ModelInputs) -> Tensor:
         """See `ReferencePolicy.log_probs`; the caller splits the batch into micro-batches."""
         return policy_output(self._frozen, inputs).log_probs
+
+    @torch.no_grad()
+    def top_k(self, inputs: ModelInputs, count: int, vocabulary: int) -> Tensor:
+        """See `Teacher.top_k`."""
+        return top_k_output(self._frozen, inputs, count, vocabulary)
 
 
 def sharded(model: Any, wrap: Callable[..., nn.Module], ranks: Ranks, dtype: torch.dtype) -> Any:

@@ -63,6 +63,8 @@ class PolicyModule(nn.Module):
         *,
         entropy_grad: bool = False,
         sum_pi_squared: bool = False,
+        tail: bool = False,
+        top_k: tuple[int, int] | None = None,
         routing: bool = False,
     ) -> tuple[Tensor, ...]:
         """Log-probs and entropy of the M scored tokens; on request more.
@@ -72,12 +74,15 @@ class PolicyModule(nn.Module):
                 renormalised; log-probs of the tokens in `most_likely` are returned too.
             entropy_grad: compute the entropy with gradient.
             sum_pi_squared: also return the collision probability of the next-token distribution.
+            tail: the log-probs of `most_likely` tokens end with that of all other tokens together.
+            top_k: (K, V): list the K most likely of the first V tokens instead of `most_likely`.
             routing: also return the routing of the scored tokens to experts, last.
 
         Returns:
             Two or three (M,) float32: log-probs (with gradient), entropy (with gradient only with
             `entropy_grad`) and on request Σ_v π(v)² (without gradient). Then, if there are `most_likely`
-            tokens, their (M, K) log-probs (with gradient).
+            tokens, their (M, K) log-probs (with gradient). With `top_k`, (M, 2K + 1): the K log-probs, that
+            of all other tokens, and the K tokens themselves.
         """
         if self.reader.packs is None:
             self._probe()
@@ -92,7 +97,8 @@ class PolicyModule(nn.Module):
             tokens, kept = tokens[own], kept and kept[own]
             listed = None if listed is None else listed[own]
         given = (states, tokens, listed, *((kept.counts, kept.ids) if kept else ()))
-        figures = self.head(*given, entropy_grad=entropy_grad, sum_pi_squared=sum_pi_squared)
+        asked = {"entropy_grad": entropy_grad, "sum_pi_squared": sum_pi_squared, "tail": tail, "top_k": top_k}
+        figures = self.head(*given, **asked)
         if own is not None and self.reader.sequence:
             figures = self.reader.sequence.of_all(figures, own, len(inputs.tokens))
         per_token, most_likely = figures.tensor_split([3 if sum_pi_squared else 2])
@@ -102,7 +108,7 @@ class PolicyModule(nn.Module):
             entropy if entropy_grad else entropy.detach(),
             *(part.detach() for part in squared),
         )
-        return (*found, *([] if listed is None else [most_likely.T]), *routes)
+        return (*found, *([most_likely.T] if len(most_likely) else []), *routes)
 
     @torch.no_grad()
     def logits(self, inputs: ModelInputs) -> Tensor:
@@ -168,6 +174,8 @@ class ChunkedHead(nn.Module):
         *,
         entropy_grad: bool = False,
         sum_pi_squared: bool = False,
+        tail: bool = False,
+        top_k: tuple[int, int] | None = None,
     ) -> Tensor:
         """(2 or more, N) float32: log-probs, entropies; on request Σ_v π(v)², further log-probs.
 
@@ -176,7 +184,7 @@ class ChunkedHead(nn.Module):
             tokens: (N,) int64, the tokens chosen.
             most_likely_ids: (N, K) int64, tokens whose log-probs are computed too.
             kept_counts, kept_ids: the sets to which the distributions are restricted, see `TokenLists`.
-            entropy_grad, sum_pi_squared: as in `PolicyModule.forward`.
+            entropy_grad, sum_pi_squared, tail, top_k: as in `PolicyModule.forward`.
         """
         head = self.function()
 
@@ -198,9 +206,17 @@ class ChunkedHead(nn.Module):
             probs = probs.detach()
             squares = [torch.linalg.vecdot(probs, probs)] if sum_pi_squared else []
             found = torch.stack([chosen, entropy, *squares])
+            if top_k is not None:
+                most_likely = logits[:, : top_k[1]].topk(top_k[0]).indices
             if most_likely is None:
                 return found
-            return torch.cat([found, (logits.gather(-1, most_likely) - log_total[:, None]).T])
+            listed = [(logits.gather(-1, most_likely) - log_total[:, None]).T]
+            if tail or top_k:  # not 1 − the sum of the listed ones, which cancels
+                others = logits.scatter(-1, most_likely, torch.finfo(logits.dtype).min)
+                listed.append((others.logsumexp(-1) - log_total)[None])
+            if top_k:  # float32 holds integers up to 2²⁴
+                listed.append(most_likely.T.float())
+            return torch.cat([found, *listed])
 
         gpu = torch.cuda.get_device_properties(states.device) if states.is_cuda else None
         most = logits_at_once(gpu.total_memory if gpu else None)
@@ -224,12 +240,20 @@ def policy_output(
 
     Args:
         policy: a `PolicyModule`, or the engine that wraps it.
-        asked: `entropy_grad`, `sum_pi_squared`, `routing`, see `PolicyModule.forward`.
+        asked: `entropy_grad`, `sum_pi_squared`, `tail`, `routing`, see `PolicyModule.forward`.
     """
     log_probs, entropy, *more = policy(inputs=inputs, **asked)
     routing = more.pop() if asked.get("routing") else None
     most_likely = None if inputs.most_likely is None else more.pop()
     return PolicyOutput(log_probs, entropy, more[0] if more else None, most_likely, routing)
+
+
+def top_k_output(
+    policy: Callable[..., tuple[Tensor, ...]], inputs: ModelInputs, count: int, vocabulary: int
+) -> Tensor:
+    """See `Teacher.top_k`; `policy` as in `policy_output`."""
+    log_probs, _, listed = policy(inputs=inputs, top_k=(count, vocabulary))
+    return torch.cat([log_probs[:, None], listed], 1)
 
 
 def _dropped(counts: Tensor, ids: Tensor, logits: Tensor) -> Tensor:

@@ -11,7 +11,7 @@ import importlib
 import importlib.util
 import os
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from functools import partial, wraps
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, NotRequired, TypedDict, Unpack
@@ -20,7 +20,7 @@ import torch
 
 from rlctl.engine.varlen import NAME, refuse_varlen, register
 from rlctl.errors import EnvironmentFailure, UsageError
-from rlctl.model_files import explained
+from rlctl.model_files import TOKENIZERS, explained
 from rlctl.prefix import body_of, reads_more_than_text
 
 if TYPE_CHECKING:
@@ -94,20 +94,36 @@ def load_reader(path: str, *, trust_remote_code: bool) -> tuple[Any, Any]:
 
 
 def load_other_model(path: str, tokenizer: Any, *, key: str, **loading: Unpack[Loading]) -> Any:
-    """Loads a causal language model for the policy's tokens: a critic's body or a reference.
+    """Loads a causal language model for the policy's tokens: a critic's body, a reference or a teacher.
 
     Other weights in its files, such as a reward model's `score`, are ignored.
 
     Args:
-        key: spec key that names the model, `critic.path` or `ref.path`, for errors.
+        key: spec key that names the model, such as `ref.path`, for errors.
 
     Raises:
-        UsageError, EnvironmentFailure: as `load_policy`.
+        UsageError, EnvironmentFailure: as `load_policy`; its tokenizer is not the policy's.
     """
     with explained(path, key) as found:
+        _refuse_other_tokens(found, tokenizer, f"{key}={path}", loading)
         model = _causal_lm(found, loading)
     _check_embeddings(model, tokenizer, f"{key}={path}", "name a model with the policy's tokenizer")
     return model
+
+
+def _refuse_other_tokens(path: str, tokenizer: Any, where: str, loading: Loading) -> None:
+    """Refuses a model whose tokenizer gives a token another id; files without a tokenizer pass."""
+    from transformers import AutoTokenizer
+
+    if not _files(path, TOKENIZERS, loading["revision"]):
+        return
+    theirs = AutoTokenizer.from_pretrained(path, **_source(loading)).get_vocab()
+    own = sorted((number, token) for token, number in tokenizer.get_vocab().items())
+    for number, token in own:
+        if (other := theirs.get(token)) != number:
+            has = "has no such token" if other is None else f"gives it {other}"
+            what = f"its tokenizer is not the policy's, which gives {token!r} the id {number}: it {has}"
+            raise UsageError(what, where=where, fix="name a model with the policy's tokenizer")
 
 
 def _source(loading: Loading) -> dict[str, Any]:
@@ -170,18 +186,23 @@ def _freeze_unread(model: Any) -> None:
 
 def _processor_files(model: Any) -> dict[str, bytes]:
     """Name → content of the files that a multimodal model needs besides config, weights and tokenizer."""
+    revision = getattr(model.config, "_commit_hash", None)
+    found = _files(model.name_or_path, _PROCESSOR_FILES, revision, _commit_hash=revision)
+    return {file.name: file.read_bytes() for file in found}
+
+
+def _files(path: str, names: Iterable[str], revision: str | None, **more: Any) -> list[Path]:
+    """Those of a model's files that exist."""
     from transformers.utils import cached_file
 
-    revision = getattr(model.config, "_commit_hash", None)
     options = {
         "revision": revision,
-        "_commit_hash": revision,
         "_raise_exceptions_for_gated_repo": False,
         "_raise_exceptions_for_missing_entries": False,
         "_raise_exceptions_for_connection_errors": False,
     }
-    found = (cached_file(model.name_or_path, name, **options) for name in _PROCESSOR_FILES)
-    return {Path(file).name: Path(file).read_bytes() for file in found if file}
+    found = (cached_file(path, name, **options, **more) for name in names)
+    return [Path(file) for file in found if file]
 
 
 def _check_embeddings(model: Any, tokenizer: Any, where: str, fix: str) -> None:

@@ -23,7 +23,8 @@ class PolicyOutput:
         sum_pi_squared: (M,) float32, Σ_v π(v)² of the same distribution in (0, 1], detached; None unless
             requested.
         most_likely: (M, K) float32, log-probs of `ModelInputs.most_likely`, padded as by
-            `TokenLists.padded`; carries gradient as `log_probs` does. None: no lists.
+            `TokenLists.padded`; carries gradient as `log_probs` does. (M, K + 1) if the log-probs of all
+            other tokens together were requested. None: no lists.
         routing: (M, 2·E) float32, for each scored token the router's probability of each expert, with
             gradient, and the share of layers that chose it, without; means over layers. None unless
             requested.
@@ -103,6 +104,7 @@ class TrainEngine(Trained, Protocol):
         *,
         entropy_grad: bool = False,
         sum_pi_squared: bool = False,
+        tail: bool = False,
         routing: bool = False,
     ) -> PolicyOutput:
         """Log-probs and entropy of the scored tokens.
@@ -110,6 +112,8 @@ class TrainEngine(Trained, Protocol):
         Args:
             entropy_grad: compute the entropy with gradient, for an entropy bonus.
             sum_pi_squared: also compute Σ_v π(v)².
+            tail: also compute the log-probs of all tokens that are not in `inputs.most_likely`, of which
+                every place must have K.
             routing: also return the routing of tokens to experts.
         """
 
@@ -135,7 +139,16 @@ class CriticEngine(Trained, Protocol):
 
 
 class ReferencePolicy(Protocol):
-    """A policy that is not trained."""
+    """A policy that is not trained: the reference of a KL penalty, or a teacher."""
 
     def log_probs(self, inputs: ModelInputs) -> Tensor:
         """(M,) float32 of the scored tokens at the sampling temperature."""
+
+
+class Teacher(ReferencePolicy, Protocol):
+    """A policy that another one learns from."""
+
+    def top_k(self, inputs: ModelInputs, count: int, vocabulary: int) -> Tensor:
+        """(M, 2K + 2) float32: log-prob of the scored token, as `log_probs`; those of the K = `count` most
+        likely of the first `vocabulary` tokens, and of all other tokens together; the K tokens.
+        """

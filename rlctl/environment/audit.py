@@ -30,8 +30,8 @@ if TYPE_CHECKING:
 
 #: Policies that know nothing.
 POLICIES = ("empty replies", "echo", "random tokens", "tool calls")
-#: Tasks that are played twice, and without their columns.
-_NUM_AGAIN = 8
+#: Tasks that are played twice, and without their columns; episodes at a time.
+_NUM_AGAIN, _AT_A_TIME = 8, 16
 _GROWTH_MIB, _SLOW_S = 64, 1.0
 
 
@@ -78,9 +78,9 @@ def audit_environment(
         UsageError: the environment cannot be built, as when a tool has no schema.
     """
     with _watched() as watch:
-        context = replace(
-            context, spec=context.spec.model_copy(update={"variables": [*context.spec.variables, _MARK]})
-        )
+        # few at a time, so that the seconds of an episode are its own
+        watched = {"variables": [*context.spec.variables, _MARK], "concurrency": _AT_A_TIME}
+        context = replace(context, spec=context.spec.model_copy(update=watched))
         environment = build_environment(name, context)
         audit = EnvironmentAudit(list(getattr(environment, "tools", ())))
         try:

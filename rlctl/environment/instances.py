@@ -8,14 +8,13 @@ import json
 import os
 import signal
 import socket
-import struct
 import subprocess
 import sys
 from collections.abc import AsyncIterator, Mapping, Sequence
 from typing import Any
 
 from rlctl.environment.protocol import EnvironmentFault
-from rlctl.environment.worker import HEADER, answer, frame, length_of, receive
+from rlctl.environment.worker import HEADER, PROCESS_ID, answer, frame, length_of, receive
 from rlctl.errors import UsageError
 
 #: Variables of the environment that every process gets.
@@ -67,21 +66,21 @@ class Instances:
             EnvironmentFault: no process could be started.
         """
         ours, theirs = socket.socketpair()
-        try:
-            with theirs:
-                socket.send_fds(self._channel, [b"+"], [theirs.fileno()])
-            pid = struct.unpack("!I", receive(self._channel, 4))[0]
-        except (OSError, EOFError) as error:
-            ours.close()
-            raise EnvironmentFault("the process that starts environments has ended") from error
-        self._children.add(pid)
         ours.setblocking(False)
-        found = Instance(ours, pid)
-        try:
-            yield found
-        finally:
-            found.kill()
-            self._children.discard(pid)
+        with ours:  # without it, a process that has started meanwhile ends itself
+            try:
+                with theirs:
+                    socket.send_fds(self._channel, [b"+"], [theirs.fileno()])
+                pid = PROCESS_ID.unpack(await _received(ours, PROCESS_ID.size))[0]
+            except (OSError, EOFError) as error:
+                raise EnvironmentFault("the process that starts environments has ended") from error
+            self._children.add(pid)
+            found = Instance(ours, pid)
+            try:
+                yield found
+            finally:
+                found.kill()
+                self._children.discard(pid)
 
     def close(self) -> None:
         """Kills all processes."""
@@ -123,20 +122,11 @@ class Instance:
         loop = asyncio.get_running_loop()
         asked = {"method": method, "arguments": dict(arguments), "most": most}
         await loop.sock_sendall(self._channel, frame(asked))
-        size = length_of(await self._received(HEADER))
+        size = length_of(await _received(self._channel, HEADER))
         if size > _LARGEST:
             raise ValueError("the answer is too long")
-        found: dict[str, Any] = json.loads(await self._received(size))
+        found: dict[str, Any] = json.loads(await _received(self._channel, size))
         return found
-
-    async def _received(self, count: int) -> bytes:
-        loop, data = asyncio.get_running_loop(), b""
-        while len(data) < count:
-            part = await loop.sock_recv(self._channel, min(count - len(data), 1 << 16))
-            if not part:
-                raise EOFError
-            data += part
-        return data
 
     def kill(self) -> None:
         """Ends the process, and what it started."""
@@ -176,6 +166,17 @@ class LocalInstance:
         del timeout_s
         asked = {"method": method, "arguments": arguments, "most": most}
         return answer(self._instance, asked, asyncio.run)
+
+
+async def _received(channel: socket.socket, count: int) -> bytes:
+    """The next bytes; EOFError: the other side was closed."""
+    loop, data = asyncio.get_running_loop(), b""
+    while len(data) < count:
+        part = await loop.sock_recv(channel, min(count - len(data), 1 << 16))
+        if not part:
+            raise EOFError
+        data += part
+    return data
 
 
 def _kill(pid: int) -> None:

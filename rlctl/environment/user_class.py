@@ -3,7 +3,8 @@
     class Calculator:
         def reset(self, expression: str) -> str | None: …      # columns of the row, by name
         def compute(self, expression: str) -> str: …           # every other public method is a tool
-        def get_reward(self) -> float: …                       # optional, added to the graders' score
+        def get_reward(self) -> float: …                       # optional, added to the graders' score; or an
+                                                               # attribute `reward`, as in TRL's examples
 
 Two names are rlctl's own: `respond(text) -> str | None` speaks as the user after a reply without a tool
 call (None ends the episode), and the attribute `done` ends it after a tool call. Methods may be async.
@@ -96,9 +97,7 @@ class UserClass:
                 raise EnvironmentFault(f"reset raised {started['error']}")
             episode = _Episode(self, instance, sampler, task, started.get("text") or "")
             stop_reason = await episode.run()
-            reward = None
-            if self._rewards:
-                reward = await self._reward(instance)
+            reward = await self._reward(instance)
             last = [m["content"] for m in episode.conversation.messages if m["role"] == "assistant"]
             return Outcome(
                 response=last[-1] if last else "",
@@ -111,13 +110,16 @@ class UserClass:
                 },
             )
 
-    async def _reward(self, instance: Instance | LocalInstance) -> float:
+    async def _reward(self, instance: Instance | LocalInstance) -> float | None:
+        """What `get_reward` returns; without such a method the attribute `reward`, if there is one."""
         if not instance.is_alive:  # a call of the policy hung
             return 0.0
-        found = await self._called(instance, "get_reward", {})
-        if found.get("number") is None:
-            raise EnvironmentFault(f"get_reward: {found.get('error') or 'it returned no number'}")
-        return float(found["number"])
+        method = "get_reward" if self._rewards else ".reward"
+        found = await self._called(instance, method, {})
+        number = found.get("number")
+        if number is None and (self._rewards or "error" in found):
+            raise EnvironmentFault(f"{method}: {found.get('error') or 'it returned no number'}")
+        return None if number is None else float(number)
 
     async def _called(
         self, instance: Instance | LocalInstance, method: str, arguments: Mapping[str, Any]

@@ -11,6 +11,8 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import gc
+import importlib
 import inspect
 import json
 import os
@@ -39,6 +41,10 @@ def length_of(header: bytes) -> int:
 
 
 HEADER = _LENGTH.size
+#: What a new process sends first.
+PROCESS_ID = struct.Struct("!I")
+#: Longest message of `_tell`; writes to a pipe of at most this size are not mixed.
+_ATOMIC = 4096
 
 
 def receive(channel: socket.socket, count: int) -> bytes:
@@ -59,15 +65,20 @@ def receive(channel: socket.socket, count: int) -> bytes:
 def answer(instance: Any, asked: Mapping[str, Any], wait: Callable[[Any], Any]) -> dict[str, Any]:
     """The result of one call, as text that is cut at `most` characters, or its error.
 
-    `wait` returns the result of an awaitable.
+    `wait` returns the result of an awaitable. Instead of a method, `asked` may name an attribute, as in
+    `.reward`; it is None where there is none.
     """
     try:
-        result = getattr(instance, asked["method"])(**asked["arguments"])
+        result: Any
+        if asked["method"].startswith("."):
+            result = getattr(instance, asked["method"][1:], None)
+        else:
+            result = getattr(instance, asked["method"])(**asked["arguments"])
         if inspect.isawaitable(result):
             result = wait(result)
         found: dict[str, Any] = {"number": float(result) if hasattr(result, "__float__") else None}
         if result is not None:
-            text = result if isinstance(result, str) else json.dumps(result, default=str)
+            text = result if isinstance(result, str) else _as_text(result)
             found["text"] = text if len(text) <= asked["most"] else f"{text[: asked['most']]} … (cut)"
     except BaseException as error:  # SystemExit of the user's code, too
         found = {"error": f"{type(error).__name__}: {error}"[: asked["most"]]}
@@ -76,18 +87,28 @@ def answer(instance: Any, asked: Mapping[str, Any], wait: Callable[[Any], Any]) 
     return found | {"done": bool(getattr(instance, "done", False))}
 
 
+def _as_text(result: Any) -> str:
+    """Content of a message in parts, if they are texts, or JSON."""
+    parts: list[Any] = result if isinstance(result, list) else []
+    if parts and all(isinstance(part, dict) and part.get("type") == "text" for part in parts):
+        return "".join(str(part.get("text", "")) for part in parts)
+    return json.dumps(result, default=str)
+
+
 async def _awaited(result: Any) -> Any:
     return await result
 
 
-def _serve(channel: socket.socket, kind: Any) -> None:
+def _serve(channel: socket.socket, kind: Any, told: int) -> None:
     """One episode's process: creates an instance, and answers calls until the socket closes."""
     os.setsid()  # what its tools start can be killed with it
+    channel.sendall(PROCESS_ID.pack(os.getpid()))
     signal.signal(signal.SIGCHLD, signal.SIG_DFL)
     with Path(os.devnull).open("r+b") as nothing:  # what tools print goes nowhere
         for stream in (0, 1, 2):
             os.dup2(nothing.fileno(), stream)
     instance, loop = None, asyncio.new_event_loop()  # one for all calls: what they open stays usable
+    known = set(sys.modules)
 
     def wait(result: Any) -> Any:
         return loop.run_until_complete(_awaited(result))
@@ -100,11 +121,35 @@ def _serve(channel: socket.socket, kind: Any) -> None:
             except BaseException as error:
                 channel.sendall(frame({"error": f"{type(error).__name__}: {error}", "done": False}))
                 continue
-        channel.sendall(frame(answer(instance, asked, wait)))
+        found = frame(answer(instance, asked, wait))
+        if len(sys.modules) > len(known):  # before the answer, after which this process may be killed
+            _tell(told, set(sys.modules) - known)
+            known = set(sys.modules)
+        channel.sendall(found)
+
+
+def _tell(told: int, modules: set[str]) -> None:
+    """Sends names of modules to the process that forks, if it has room for them."""
+    for name in modules:
+        with contextlib.suppress(BlockingIOError):
+            os.write(told, f"{name}\n".encode()[:_ATOMIC])
+
+
+def _learn(read: int) -> None:
+    """Imports what an episode's code imported late, so that the next ones have it: packages that load their
+    parts at first use, as clients of servers do, would otherwise load them in every process.
+
+    Only parts of packages that the user's file has imported; other modules may do something at their import.
+    """
+    with contextlib.suppress(BlockingIOError):
+        for name in os.read(read, 1 << 16).decode(errors="replace").split("\n"):
+            if name.partition(".")[0] in sys.modules and name not in sys.modules:
+                with contextlib.suppress(Exception):
+                    importlib.import_module(name)
 
 
 def main() -> None:
-    """Forks a process for each socket that arrives; its process id is the reply."""
+    """Forks a process for each socket that arrives."""
     file, name, number = sys.argv[1:]
     channel = socket.socket(fileno=int(number))
     try:
@@ -114,19 +159,23 @@ def main() -> None:
         return
     channel.sendall(frame({"error": ""}))
     signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # ended children leave no entry
+    read, told = os.pipe()
+    for end in (read, told):
+        os.set_blocking(end, False)
+    gc.freeze()  # a collection in a child would copy all memory
     with contextlib.suppress(EOFError, ConnectionError, KeyboardInterrupt):
         while True:
             data, fds, _, _ = socket.recv_fds(channel, 1, 1)
             if not data:
                 return
-            child = os.fork()
-            if child == 0:
+            _learn(read)
+            if os.fork() == 0:
                 channel.close()
+                os.close(read)
                 with contextlib.suppress(EOFError, OSError):
-                    _serve(socket.socket(fileno=fds[0]), kind)
+                    _serve(socket.socket(fileno=fds[0]), kind, told)
                 os._exit(0)
             os.close(fds[0])
-            channel.sendall(struct.pack("!I", child))
 
 
 if __name__ == "__main__":

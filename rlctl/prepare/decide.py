@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 
 from rlctl.errors import UsageError
 from rlctl.prepare.benchmarks import NamedFile
-from rlctl.prepare.duplicates import repeated
+from rlctl.prepare.duplicates import nearly_repeated, normalise, repeated
 from rlctl.prepare.engines import run
 from rlctl.prepare.findings import DataFinding, agree, lines, row_finding, rows, share
 from rlctl.prepare.leakage import KINDS, Found, Reference, leakage_comparison, questions_of, scan
@@ -36,8 +36,9 @@ class RowStatus(IntEnum):
     QUARANTINED = 1
     OVERLONG_DROPPED = 2
     DUPLICATES_DROPPED = 3
-    LEAKED_DROPPED = 4
-    PLACEHOLDERS_DROPPED = 5
+    NEAR_DUPLICATES_DROPPED = 4
+    LEAKED_DROPPED = 5
+    PLACEHOLDERS_DROPPED = 6
 
 
 @dataclass(slots=True)
@@ -91,6 +92,9 @@ def decide(
         _lengths(request, staging, decision)
     progress.phase("duplicates", 0)
     _duplicates(request, staging, decision)
+    if request.near_duplicates != "off":
+        progress.phase("near duplicates", 0)
+        _near_duplicates(request, staging, decision)
     keys = staging.key("split")
     if request.val_size is None:
         limit = limit_for_fraction(request.val_fraction)
@@ -149,6 +153,25 @@ def _duplicates(request: PrepareRequest, staging: Staging, decision: Decision) -
         decision.status[later] = RowStatus.DUPLICATES_DROPPED
     else:
         decision.findings += row_finding("duplicates", len(later), examples, total=len(here))
+
+
+def _near_duplicates(request: PrepareRequest, staging: Staging, decision: Decision) -> None:
+    is_left = decision.is_kept
+    num_rows, here = int(is_left.sum()), np.flatnonzero(is_left)
+    is_left[here[repeated(staging.key("exact")[here])[0]]] = False  # so that none is counted twice
+    later, first = nearly_repeated(
+        (block.first_row + int(place), normalise(question))
+        for block in staging.blocks
+        for place, question in zip(
+            np.flatnonzero(is_left[block.rows]), block.questions(is_left[block.rows]), strict=True
+        )
+    )
+    decision.report["near_duplicates"] = {"rows": len(later)}
+    if request.near_duplicates == "drop":
+        decision.status[later] = RowStatus.NEAR_DUPLICATES_DROPPED
+    else:
+        examples = _pair_examples(staging, later, first, "is like")
+        decision.findings += row_finding("near-duplicates", len(later), examples, total=num_rows)
 
 
 def _pair_examples(staging: Staging, later: Any, earlier: Any, words: str) -> list[str]:

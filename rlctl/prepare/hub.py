@@ -52,7 +52,9 @@ def _prepared(name: str, split: str) -> list[str]:
         name = f"{name}:{split}"
     slug = re.sub(r"\W+", "-", name.removeprefix(HUB))
     out = cache_root() / "datasets" / f"{slug}-{sha256(name.encode()).hexdigest()[:8]}"
-    request = PrepareRequest((name,), out, val_fraction=0.0, leakage="off", overwrite=True)
+    request = PrepareRequest(
+        (name,), out, val_fraction=0.0, near_duplicates="off", leakage="off", overwrite=True
+    )
     try:
         out.parent.mkdir(parents=True, exist_ok=True)
         with FileLock(f"{out}.lock"):

@@ -123,8 +123,8 @@ def _made_from(
 ) -> dict[str, Any]:
     by_size = request.val_size is not None
     size = {"val_size": request.val_size} if by_size else {"val_fraction": request.val_fraction}
-    policies = ("bad_rows", "duplicates", "leakage", "check_graders", "placeholders")
-    packages = ["rlctl", "pyarrow", "math-verify"]  # that the output depends on
+    policies = ("bad_rows", "duplicates", "near_duplicates", "leakage", "check_graders", "placeholders")
+    packages = ["rlctl", "pyarrow", "math-verify", "rensa"]  # that the output depends on
     packages += ["transformers"] if plan.lengths else []
     limits = {"max_prompt_length": request.max_prompt_length, "overlong": request.overlong}
     return {

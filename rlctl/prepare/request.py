@@ -13,6 +13,7 @@ if TYPE_CHECKING:
 
 BadRows = Literal["refuse", "quarantine"]
 Duplicates = Literal["check", "keep", "drop"]
+NearDuplicates = Literal["count", "drop", "off"]
 Leakage = Literal["report", "drop", "refuse", "off"]
 Placeholders = Literal["drop", "keep"]
 Overlong = Literal["keep", "drop"]
@@ -41,6 +42,7 @@ class PrepareRequest:
     overwrite: bool = False  # replace an earlier output
     bad_rows: BadRows = "refuse"  # what to do with unusable rows
     duplicates: Duplicates = "check"  # with rows that repeat an earlier question
+    near_duplicates: NearDuplicates = "count"  # with rows that nearly repeat one
     against: tuple[str, ...] = ()  # benchmarks by name, and files, whose questions must not be trained on
     leakage: Leakage = "report"  # with training rows that occur in the test split or in `against`
     #: model whose tokenizer and chat template measure the prompts; None: prompts are not measured
@@ -67,7 +69,7 @@ class PrepareSummary:
 
     recipe: str  # name of the recipe used, with `auto` resolved
     counts: Mapping[str, int]  # rows by status; see `decide.RowStatus` and docs/how-to/data.md
-    #: `Manifest.report`: duplicates, leakage, lengths, findings
+    #: `Manifest.report`: duplicates, near duplicates, leakage, lengths, findings
     report: Mapping[str, Any]
     outputs: Mapping[str, list[str]]  # names of the Parquet files, per split
     unchanged: bool  # the same output already existed and was not rewritten

@@ -5,13 +5,14 @@ from __future__ import annotations
 from rlctl.registry import ADVANTAGE_ESTIMATORS, KL_ESTIMATORS, POLICY_LOSSES
 from rlctl.spec.algorithm import CORRECTION
 from rlctl.spec.base import param_problems
-from rlctl.spec.check import LEAVE_OUT, Problems, error, fitting_batch, spec_check, warning
+from rlctl.spec.check import LEAVE_OUT, Problems, error, fitting_batch, is_changed, spec_check, warning
 from rlctl.spec.model import EMBEDDED
 from rlctl.spec.resolve import IS_THRESHOLD_KEY, correction_problems, correction_rules
 from rlctl.spec.run_spec import RunSpec
 
 _FILTER = "algorithm.filter_groups"
 _IS = f"{CORRECTION}rollout_is"
+_TEACHER = "algorithm.teacher."
 _CENTERING = f"{CORRECTION}score_centering"
 _CLIPS = ("actor.clip_ratio_low", "actor.clip_ratio_high")
 
@@ -50,9 +51,9 @@ def groups_can_be_filtered(spec: RunSpec) -> Problems:
         yield error(key, what, "set it to false, or use an estimator without baseline_scores, such as rloo")
     elif rollout.n == 1:
         yield error(key, "the rewards of a group of one response never differ", "set rollout.n to 2 or more")
-    if spec.actor.use_kl_loss or spec.actor.entropy_coeff:
-        what = "KL loss and entropy bonus then cover only prompts of medium difficulty"
-        yield warning(key, what, "set actor.use_kl_loss: false and actor.entropy_coeff: 0, as DAPO does")
+    if spec.actor.use_kl_loss or spec.actor.entropy_coeff or spec.algorithm.teacher.path:
+        what = "KL loss, entropy bonus and teacher then cover only prompts of medium difficulty"
+        yield warning(key, what, "use none of them, as DAPO does")
 
 
 @spec_check
@@ -142,10 +143,55 @@ def kl_is_consistent(spec: RunSpec) -> Problems:
 @spec_check
 def embedded_is_the_policys(spec: RunSpec) -> Problems:
     """Critic and reference select the built-in model by null, not by its name."""
-    for key, path in {"critic.path": spec.critic.path, "ref.path": spec.ref.path}.items():
+    for key, path in spec.other_models.items():
         if path == EMBEDDED:
             fix = "leave it out: null means the policy's own model"
+            if key == _TEACHER + "path":
+                fix = "name the `model` directory of a run's checkpoint"
             yield error(key, "the built-in model has no directory to name", fix)
+
+
+#: Estimators with another expected gradient than the reverse KL's: where → estimator → what it has instead.
+_OTHER_GRADIENTS = {
+    "loss": {
+        "k1": "zero on average: E_π[∇ log π] = 0, so the loss adds noise and teaches nothing",
+        "k3": "that of the forward KL(teacher ‖ π), for tokens that the policy samples",
+    },
+    "reward": {
+        "k2": "of second order in the distance to the teacher: it vanishes before the teacher is reached",
+        "k3": "the reverse minus the forward KL's, which cancel as the policy comes close to the teacher",
+    },
+}
+
+
+@spec_check
+def teacher_has_a_gradient(spec: RunSpec) -> Problems:
+    """Distillation: only forms whose expected gradient is that of the reverse KL (found by enumeration)."""
+    teacher, centering = spec.algorithm.teacher, spec.algorithm.rollout_correction.score_centering
+    if teacher.path is None:
+        return
+    fixes = {"loss": "use null, k2, unbiased or sequence", "reward": f"use k1, or {_TEACHER}kl_in: loss"}
+    other = _OTHER_GRADIENTS[teacher.kl_in].get(teacher.kl_type or "")
+    if teacher.kl_in == "reward" and not other and teacher.kl_type not in {None, "k1"}:
+        other = "unknown, or lost with that of its ratio: of a reward, k1 alone has that of the reverse KL"
+    if other:
+        what = f"the gradient of {teacher.kl_type} in the {teacher.kl_in} is {other}"
+        yield error(f"{_TEACHER}kl_type", what, fixes[teacher.kl_in])
+    if teacher.kl_in == "reward" and is_changed(spec, f"{_TEACHER}top_k"):
+        what = "the KL over the vocabulary is the same for every sampled token: its reward has no gradient"
+        yield error(f"{_TEACHER}top_k", what, f"{LEAVE_OUT}, or set {_TEACHER}kl_in: loss")
+    if centering and spec.lists_teacher:
+        what = "one list of tokens is read at each position: that of the teacher, or that of the sampler"
+        yield error(_CENTERING, what, f"set it to null, or {_TEACHER}kl_type: k2")
+    if teacher.is_served and (spec.rollout.temperature != 1.0 or spec.rollout.exact_sampling):
+        what = "a server gives log-probs at temperature 1, of the whole vocabulary"
+        fix = "set rollout.temperature: 1.0 and rollout.exact_sampling: false, or name a model"
+        yield error(f"{_TEACHER}path", what, fix)
+    if teacher.alone and spec.algorithm.estimator_needs("baseline_scores"):
+        what = (
+            f"{spec.algorithm.adv_estimator} subtracts the score of a greedy response, and there is no score"
+        )
+        yield error(f"{_TEACHER}alone", what, "set it to false, or use another estimator, such as rloo")
 
 
 @spec_check

@@ -18,6 +18,7 @@ _SWITCHES: dict[str, tuple[str, object]] = {
     "actor.kl_loss_coef actor.kl_loss_type": ("actor.use_kl_loss", False),
     "algorithm.kl_penalty algorithm.kl_ctrl.kl_coef": ("algorithm.use_kl_in_reward", False),
     "algorithm.kl_ctrl.target_kl algorithm.kl_ctrl.horizon": ("algorithm.kl_ctrl.type", "fixed"),
+    "algorithm.teacher.": ("algorithm.teacher.path", None),
     "algorithm.filter_groups.": ("algorithm.filter_groups.enable", False),
     **{
         " ".join(CORRECTION + name for name in names): (CORRECTION + switch, None)
@@ -34,6 +35,10 @@ _READ: dict[str, tuple[Callable[[RunSpec], bool], str]] = {
     "algorithm.gamma algorithm.lam": (
         lambda spec: spec.algorithm.gamma_per == "token" or spec.environment.name != "single_turn",
         "algorithm.gamma_per is turn, and single_turn has one turn",
+    ),
+    "algorithm.teacher.top_k": (
+        lambda spec: spec.algorithm.teacher.kl_type is None,
+        "algorithm.teacher.kl_type reads the sampled token only",
     ),
     "rollout.server.": (
         lambda spec: spec.has_rollout_servers,

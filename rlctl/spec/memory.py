@@ -244,14 +244,19 @@ class _Estimate:
         if spec.needs_reference and (spec.ref.path or not spec.model.lora_rank):
             reference = size_at(spec.model, spec.ref.path) if spec.ref.path else policy
             parts.append(self._part("reference's weights", reference.num_parameters, self.width, 3))
+        if teacher := spec.other_models["algorithm.teacher.path"]:
+            parameters = size_at(spec.model, teacher).num_parameters
+            parts.append(self._part("teacher's weights", parameters, self.width, 3))
         reward, terms = spec.reward.model, spec.reward.all_terms
         if reward.path and reward.device is None and any(term.name == "model" for term in terms):
             size, width = size_at(spec.model, reward.path), {"fp32": 4, "bf16": 2}[reward.dtype]
             parts.append(self._part("reward model's weights", size.num_parameters, width, 4))  # not sharded
         if not spec.has_rollout_servers:
             parts += [*rollout_workspace(spec, policy.shape, self.gpu_bytes), self._cache()]
-        if spec.algorithm.rollout_correction.score_centering:
-            parts.append(self._listed_tokens(spec.algorithm.rollout_correction.score_centering))
+        if count := spec.algorithm.rollout_correction.score_centering:
+            parts.append(self._listed_tokens(count, spec.batches_ahead))
+        if spec.lists_teacher:
+            parts.append(self._listed_tokens(spec.algorithm.teacher.top_k, 0))
         return [*parts, *self._policy_pass()]
 
     def _trained(self, size: ModelSize, adapters: int | None, whose: str = "") -> list[MemoryPart]:
@@ -344,10 +349,9 @@ class _Estimate:
         phases = ("generation",) if self.spec.engine_sleeps else ()
         return MemoryPart("rollout's weights", num_bytes, words, phases)
 
-    def _listed_tokens(self, count: int) -> MemoryPart:
-        """Lists of the sampler's most likely tokens, of the batch in training and of those that wait."""
-        spec = self.spec
-        batches = 1 + spec.batches_ahead
+    def _listed_tokens(self, count: int, waiting: int) -> MemoryPart:
+        """Lists of the most likely tokens, of the batch in training and of those that wait."""
+        spec, batches = self.spec, 1 + waiting
         rows = -(-spec.data.train_batch_size * spec.rollout.n // spec.data_ranks)
         length = spec.data.max_response_length
         words = f"{rows} responses × {length} tokens × {count} × 8 bytes"

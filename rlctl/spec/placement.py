@@ -285,7 +285,8 @@ class Placement:
         algorithm = self.spec.algorithm
         measured = map(algorithm.estimator_needs, ("score_norms", "sequence_weights"))
         scores_policy = not algorithm.rollout_correction.bypass_mode or any(measured)
-        return scores_policy + self.spec.needs_reference + self.spec.trains_critic
+        others = self.spec.needs_reference, self.spec.trains_critic, algorithm.teacher.path is not None
+        return scores_policy + sum(others)
 
     @property
     def _update_passes(self) -> int:

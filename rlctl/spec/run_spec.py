@@ -205,6 +205,19 @@ class RunSpec(Section):
         return self.algorithm.use_kl_in_reward or self.actor.use_kl_loss
 
     @property
+    def lists_teacher(self) -> bool:
+        """Whether the teacher's most likely tokens are in the loss."""
+        teacher = self.algorithm.teacher
+        return teacher.path is not None and teacher.kl_in == "loss" and teacher.kl_type is None
+
+    @property
+    def other_models(self) -> dict[str, str | None]:
+        """Key → directory or hub id of every other model of the policy's tokens that is loaded."""
+        teacher = self.algorithm.teacher
+        others = {"critic.path": self.critic.path, "ref.path": self.ref.path}
+        return others | {"algorithm.teacher.path": None if teacher.is_served else teacher.path}
+
+    @property
     def syncs_adapter(self) -> bool:
         """Whether the rollout engine receives only LoRA's adapter and applies it itself."""
         applies = self.rollout_engine.applies_adapters

@@ -49,6 +49,7 @@ PHASES = {
     "reward": "grading",
     "old_log_prob": "scoring",
     "ref": "scoring",
+    "teacher": "scoring",
     "values": "scoring",
     "adv": "scoring",
     "update_critic": "updating",

@@ -26,7 +26,7 @@ from rlctl.train.guardrails import Guardrails
 from rlctl.train.run import is_validation_due
 from rlctl.train.sample_and_grade import refuse_ungraded, sample_and_grade
 from rlctl.train.saving import Saver
-from rlctl.train.score_batch import score_batch, train_batch, with_advantages, with_kl_in_reward
+from rlctl.train.score_batch import score_batch, train_batch, with_advantages, with_penalties
 from rlctl.train.settings import (
     CriticSettings,
     UpdateSettings,
@@ -82,10 +82,9 @@ def train(run: Run) -> None:
             graded = sample_and_grade(run, step, timer)
             metrics = dict(graded.sampling_cost)
             batch = score_batch(run, train_batch(spec, run.ranks, graded, run.policy_version), timer)
-            if algorithm.use_kl_in_reward:
-                batch, steered, penalty = with_kl_in_reward(batch, algorithm, run.kl, ranks)
-                run.kl = run.kl if hold else steered  # an unchanged policy gives no KL to adapt to
-                metrics |= penalty
+            batch, steered, penalties = with_penalties(batch, algorithm, run.kl, ranks)
+            run.kl = run.kl if hold else steered  # an unchanged policy gives no KL to adapt to
+            metrics |= penalties
             with timer("adv"):
                 batch = with_advantages(batch, algorithm, ranks)
             metrics |= describe_batch(run, batch, graded)

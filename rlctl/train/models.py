@@ -1,9 +1,10 @@
-"""The models of a run: policy, sampling copy, and if required a critic and a reference."""
+"""The models of a run: policy, sampling copy, and if required a critic, a reference and a teacher."""
 
 from __future__ import annotations
 
 import contextlib
 import copy
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -14,9 +15,10 @@ from rlctl.engine.deepspeed_setup import Settings, frozen_settings
 from rlctl.engine.engines import TrainContext, build_training_engine
 from rlctl.engine.lora import BasePolicy, OffloadedBase, add_lora, load_adapter
 from rlctl.engine.model import load_other_model, load_policy
-from rlctl.engine.protocol import CriticEngine, ReferencePolicy, TrainEngine
+from rlctl.engine.protocol import CriticEngine, ReferencePolicy, Teacher, TrainEngine
 from rlctl.engine.ranks import Ranks
 from rlctl.engine.sequence_parallel import SequenceParallel, share_rows
+from rlctl.engine.served_teacher import ServedTeacher
 from rlctl.errors import UsageError
 from rlctl.prefix import body_of
 from rlctl.rollout.ends import end_ids, unknown_end
@@ -46,6 +48,7 @@ class Models:
     actor: TrainEngine
     base: BasePolicy | None
     ref: ReferencePolicy | None
+    teacher: Teacher | None
     critic: CriticEngine | None
     sequence: SequenceParallel | None
     data_ranks: Ranks
@@ -106,11 +109,15 @@ def build_models(
         _refuse_unfit(other, spec)
         return other
 
+    def frozen(path: str | None, key: str) -> Teacher:
+        sharing = PartitionedLoading(frozen_settings(dtype)) if is_cut_up else None
+        return _frozen(spec, load_other(path, key, sharing), ranks, sequence)
+
     ref: ReferencePolicy | None = None
     # With LoRA, the base model without adapters is the initial policy: no second copy is needed.
     if spec.needs_reference and (spec.ref.path or not spec.model.lora_rank):
-        sharing = PartitionedLoading(frozen_settings(dtype)) if is_cut_up else None
-        ref = _reference(spec, load_other(spec.ref.path, "ref.path", sharing), ranks, sequence)
+        ref = frozen(spec.ref.path, "ref.path")
+    teacher = _teacher(spec, tokenizer, ranks, frozen)
     critic = None
     if spec.trains_critic:
         critics = _training(spec, spec.critic)
@@ -139,10 +146,21 @@ def build_models(
     in_flight = spec.rollout.in_flight
     ahead = InFlightRollout(rollout) if in_flight else LockedRollout(rollout, lock, first=False)
     notes = _endless(tokenizer, end_ids(tokenizer, model.generation_config))
-    return Models(tokenizer, trainers, ahead, actor, base, ref, critic, sequence, data_ranks, notes)
+    return Models(tokenizer, trainers, ahead, actor, base, ref, teacher, critic, sequence, data_ranks, notes)
 
 
-def _reference(spec: RunSpec, model: Any, ranks: Ranks, sequence: SequenceParallel | None) -> ReferencePolicy:
+def _teacher(
+    spec: RunSpec, tokenizer: Any, ranks: Ranks, frozen: Callable[[str, str], Teacher]
+) -> Teacher | None:
+    teacher = spec.algorithm.teacher
+    if teacher.path is None:
+        return None
+    if teacher.is_served:
+        return ServedTeacher(teacher.path, tokenizer, ranks.device, max_length=spec.max_length)
+    return frozen(teacher.path, "algorithm.teacher.path")
+
+
+def _frozen(spec: RunSpec, model: Any, ranks: Ranks, sequence: SequenceParallel | None) -> Teacher:
     dtype, temperature = DTYPES[spec.engine.dtype], spec.rollout.temperature
     if spec.engine.name == "fsdp":
         from rlctl.engine.fsdp import FsdpReference

@@ -1,4 +1,4 @@
-"""One micro-batch's share of the actor's loss: policy gradient, entropy bonus, KL to the reference."""
+"""One micro-batch's share of the actor's loss: policy gradient, entropy, KL to reference and teacher."""
 
 from __future__ import annotations
 
@@ -8,11 +8,11 @@ import torch
 from torch import Tensor
 
 from rlctl.algos.correction import Correction
-from rlctl.algos.kl import kl_loss
+from rlctl.algos.kl import kl_loss, top_k_kl
 from rlctl.algos.losses import coefficients, policy_loss
 from rlctl.algos.rules import LossRule
 from rlctl.algos.score_centering import expected_score
-from rlctl.algos.segments import Sums
+from rlctl.algos.segments import Segments, Sums
 from rlctl.batch import TokenBatch
 from rlctl.engine.protocol import PolicyOutput
 from rlctl.errors import RunFailure
@@ -54,7 +54,9 @@ def actor_loss(
 
     Sums: loss, pg_loss, kl_loss and router_aux_loss before their coefficients; nonfinite, responses with NaN
     or infinite log-probs that the correction did not detect; numbers of tokens, clipped and clipped_lower;
-    entropy and ppo_kl over tokens, in nats; listed_mass, probability of the tokens that the sampler listed.
+    entropy and ppo_kl over tokens, in nats; listed_mass, probability of the tokens that the sampler listed;
+    teacher_kl over the loss's tokens, `distilled` in number, and the policy's probability `tail_mass` of what
+    is not among the teacher's most likely tokens.
     """
     keep, rules = correction.keep, settings.rules
     unit = rules.segments(micro.units, "sequence")
@@ -91,6 +93,13 @@ def actor_loss(
         policies = (micro.ref_log_probs[keep], micro.rollout_log_probs[keep])
         kl = (c * kl_loss(settings.kl_loss_type, log_probs, *policies, kept_unit)).sum()
         loss = loss + settings.kl_loss_coef * kl
+    if settings.teacher_kl_coef:
+        distance, tail = _teacher_kl(micro, output, keep, kept_unit, settings)
+        more["teacher_kl"], more["tail_mass"] = _total(distance.detach()), _total(tail)
+        more["distilled"] = keep.sum()
+        if weights is not None and settings.weights_teacher:
+            distance = distance * weights
+        loss = loss + settings.teacher_kl_coef * (c * distance).sum()
     if normalizers.expert_shares is not None:
         assert output.routing is not None
         balance = balance_loss(output.routing, normalizers.expert_shares, normalizers.routed_tokens)
@@ -110,6 +119,25 @@ def actor_loss(
         "ppo_kl": _total((micro.old_log_probs - output.log_probs).detach()),
     }
     return loss, {name: value.double() for name, value in (sums | more).items()}
+
+
+def _teacher_kl(
+    micro: TokenBatch, output: PolicyOutput, keep: Tensor, kept_unit: Segments, settings: UpdateSettings
+) -> tuple[Tensor, Tensor]:
+    """Of each kept token (m,): KL(π_θ ‖ teacher), with gradient; π_θ of the tokens that are not listed, 0.0
+    without lists."""
+    log_probs, teacher = output.log_probs[keep], micro.teacher_log_probs
+    assert teacher is not None
+    if settings.teacher_kl_type is not None:
+        given = teacher[keep], micro.rollout_log_probs[keep], kept_unit
+        return kl_loss(settings.teacher_kl_type, log_probs, *given), torch.zeros_like(log_probs)
+    assert micro.teacher_top_k is not None
+    assert micro.teacher_tail is not None
+    assert output.most_likely is not None
+    _, listed = micro.teacher_top_k[keep].padded()
+    own = output.most_likely[keep]
+    found = top_k_kl(own, torch.cat([listed, micro.teacher_tail[keep, None]], 1))
+    return found, own[:, -1].detach().exp()
 
 
 def _expected_scores(

@@ -21,6 +21,7 @@ from rlctl.errors import Problem, SpecError, UsageError, failing_together
 from rlctl.files import matches, sha256_of, write_text
 from rlctl.model_files import (
     LOADED_FILES,
+    TOKENIZERS,
     check_adapter,
     check_directory,
     hub_commit,
@@ -43,8 +44,6 @@ if TYPE_CHECKING:
 #: File in a run directory: fingerprints of `files` and `rows` at the run's start.
 INPUTS_FILE = "inputs.json"
 _Part = Literal["files", "rows"]
-#: At least one of these must exist for a tokenizer to load.
-_TOKENIZERS = ("tokenizer.json", "tokenizer.model", "vocab.json", "vocab.txt", "spiece.model")
 _WEIGHTS = ("*.safetensors", "*.bin")
 
 #: Keys that change memory use, logging, validation or saving, not what is computed. Guardrails: a user who
@@ -91,9 +90,9 @@ def check_inputs(spec: RunSpec) -> list[Problem]:
     problems: list[Problem] = []
     if not spec.is_embedded:
         problems += _problem("model.path", _check_model, spec.model.path, needs_tokenizer=True)
-    others = {"critic.path": spec.critic.path, "ref.path": spec.ref.path}
-    for key, path in (others | {"reward.model.path": spec.reward.model.path}).items():
-        problems += _problem(key, _check_model, path) if path else []
+    for key, path in (spec.other_models | {"reward.model.path": spec.reward.model.path}).items():
+        needs_tokenizer = key == "algorithm.teacher.path"  # compared with the policy's
+        problems += _problem(key, _check_model, path, needs_tokenizer=needs_tokenizer) if path else []
     adapter = spec.model.lora_adapter_path
     if adapter and looks_local(adapter):
         problems += _problem("model.lora_adapter_path", check_adapter, adapter, spec.model)
@@ -207,7 +206,7 @@ def _check_model(path: str, *, needs_tokenizer: bool = False) -> None:
     if not any(any(directory.glob(pattern)) for pattern in _WEIGHTS):
         what = "the model directory holds no weights (*.safetensors or *.bin)"
         raise UsageError(what, where=path, fix="copy them there, or name a complete directory")
-    if needs_tokenizer and not any((directory / name).is_file() for name in _TOKENIZERS):
+    if needs_tokenizer and not any((directory / name).is_file() for name in TOKENIZERS):
         what = "the model directory holds no tokenizer (tokenizer.json)"
         raise UsageError(
             what, where=path, fix="copy the tokenizer's files there, or name a complete directory"
@@ -314,8 +313,8 @@ def file_fingerprints(spec: RunSpec) -> dict[str, str]:
     Raises:
         UsageError, EnvironmentFailure: a model cannot be found.
     """
-    models = {"model.path": spec.model.path, "critic.path": spec.critic.path, "ref.path": spec.ref.path}
-    models["reward.model.path"] = spec.reward.model.path
+    others = spec.other_models | {"reward.model.path": spec.reward.model.path}
+    models = {"model.path": spec.model.path} | others
     found: dict[str, str] = {}
     files = {str(file): file for file in _code(spec)}
     for key, path in models.items():

@@ -11,7 +11,7 @@ if TYPE_CHECKING:
 
     from rlctl.algos.kl import KLController
     from rlctl.data.prompts import PromptDataset
-    from rlctl.engine.protocol import CriticEngine, ReferencePolicy, TrainEngine
+    from rlctl.engine.protocol import CriticEngine, ReferencePolicy, Teacher, TrainEngine
     from rlctl.engine.ranks import Ranks
     from rlctl.engine.sequence_parallel import SequenceParallel
     from rlctl.environment.build import EpisodeSource
@@ -42,6 +42,7 @@ class Run:
     actor: TrainEngine
     base: ReferencePolicy | None  # the policy without its adapters; None without LoRA
     ref: ReferencePolicy | None  # only if a KL penalty needs it
+    teacher: Teacher | None  # only with distillation
     critic: CriticEngine | None  # only if the estimator needs values (`gae`)
     stream: RolloutStream
     tracker: Tracker

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import fields, replace
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -24,6 +25,7 @@ from rlctl.train.step_metrics import StepTimer, ages_of
 
 if TYPE_CHECKING:
     from rlctl.batch import ModelInputs
+    from rlctl.engine.protocol import Teacher
     from rlctl.reward.protocol import Graded
     from rlctl.spec.run_spec import RunSpec
     from rlctl.train.run import Run
@@ -78,7 +80,7 @@ def _at_last_token(scores: Tensor, episodes: Segments) -> Tensor:
 
 
 def score_batch(run: Run, batch: TokenBatch, timer: StepTimer) -> TokenBatch:
-    """Adds the outputs of policy, reference and critic.
+    """Adds the outputs of policy, reference, teacher and critic.
 
     π_old is the rollout log-probs in bypass mode, else one more forward pass of the policy.
 
@@ -87,7 +89,7 @@ def score_batch(run: Run, batch: TokenBatch, timer: StepTimer) -> TokenBatch:
         timer: records the seconds of each model.
 
     Raises:
-        RunFailure: the reference's log-probs or the critic's values are not finite.
+        RunFailure: log-probs of the reference or the teacher, or the critic's values are not finite.
     """
     spec, ranks = run.spec, run.data_ranks
     sizes = spec.actor.ppo_micro_batch_size_per_gpu, spec.pass_tokens, ranks
@@ -99,6 +101,8 @@ def score_batch(run: Run, batch: TokenBatch, timer: StepTimer) -> TokenBatch:
         batch = replace(batch, ref_log_probs=found)
         if not found.isfinite().all():
             raise RunFailure("the reference policy gives NaN or infinite log-probs", where="ref.path")
+    if run.teacher is not None:
+        batch = _with_teacher(run, run.teacher, batch, timer)
     if run.critic is not None:
         sizes = spec.critic_micro_batch_size, spec.critic_max_token_len, ranks
         with timer("values"):
@@ -136,11 +140,43 @@ def _with_policy(run: Run, batch: TokenBatch, timer: StepTimer) -> TokenBatch:
     return replace(batch, old_log_probs=batch.rollout_log_probs if bypass else own)
 
 
+def _with_teacher(run: Run, teacher: Teacher, batch: TokenBatch, timer: StepTimer) -> TokenBatch:
+    """Adds the teacher's log-probs and, if the loss reads them, its most likely tokens."""
+    spec, score = run.spec, teacher.log_probs
+    count = min(spec.algorithm.teacher.top_k, len(run.tokenizer)) if spec.lists_teacher else 0
+    if count:
+        score = partial(teacher.top_k, count=count, vocabulary=len(run.tokenizer))
+    with timer("teacher"):
+        sizes = spec.actor.ppo_micro_batch_size_per_gpu, spec.pass_tokens, run.data_ranks
+        found = in_passes(score, batch, *sizes)
+    if not found.isfinite().all():
+        raise RunFailure("the teacher gives NaN or infinite log-probs", where="algorithm.teacher.path")
+    if not count:
+        return replace(batch, teacher_log_probs=found)
+    own, listed, tail, ids = torch.split(found, [1, count, 1, count], 1)
+    counts = torch.full_like(batch.versions, count, dtype=torch.int32)
+    lists = TokenLists(counts, ids.int().flatten(), listed.flatten())
+    return replace(batch, teacher_log_probs=own.squeeze(1), teacher_top_k=lists, teacher_tail=tail.squeeze(1))
+
+
 def kl_controller(algorithm: AlgorithmSpec) -> KLController:
     """The controller of the KL coefficient at the start of a run."""
     control = algorithm.kl_ctrl
     target = control.target_kl if control.type == "adaptive" else None
     return KLController(control.kl_coef, target, control.horizon)
+
+
+def with_penalties(
+    batch: TokenBatch, algorithm: AlgorithmSpec, controller: KLController, ranks: Ranks
+) -> tuple[TokenBatch, KLController, dict[str, float]]:
+    """The rewards that the teacher and the KL to the reference leave; as the two functions below."""
+    metrics: dict[str, float] = {}
+    if batch.teacher_log_probs is not None:
+        batch, metrics = with_teacher_in_reward(batch, algorithm, ranks)
+    if algorithm.use_kl_in_reward:
+        batch, controller, penalty = with_kl_in_reward(batch, algorithm, controller, ranks)
+        metrics |= penalty
+    return batch, controller, metrics
 
 
 @torch.no_grad()
@@ -158,22 +194,54 @@ def with_kl_in_reward(
     Raises:
         RunFailure: the estimator returns a wrong shape or NaN.
     """
-    assert batch.old_log_probs is not None
     assert batch.ref_log_probs is not None
     assert batch.rewards is not None
-    kl = kl_estimate(algorithm.kl_penalty, batch.old_log_probs, batch.ref_log_probs)
-    unit = batch.units.of(algorithm.unit)
-    is_finite = ~unit.spread(unit.any(~batch.old_log_probs.isfinite()))
-    kl = torch.where(is_finite | kl.isfinite(), kl, 0.0)
-    found = Moments.read(ranks.all_reduce(moments("kl", unit.mean(kl), unit.lengths > 0)), "kl")
-    if not math.isfinite(found.mean):
-        raise RunFailure(f"KL estimator {algorithm.kl_penalty} returned NaN or infinity")
+    kl, found = _kl_per_token(batch, algorithm, algorithm.kl_penalty, batch.ref_log_probs, ranks)
     metrics = {
         "actor/reward_kl_penalty": found.mean,
         "actor/reward_kl_penalty_coeff": controller.kl_coef,
     }
     rewards = batch.rewards - controller.kl_coef * kl
     return replace(batch, rewards=rewards), controller.updated(found.mean, int(found.count)), metrics
+
+
+def _kl_per_token(
+    batch: TokenBatch, algorithm: AlgorithmSpec, kind: str, other: Tensor, ranks: Ranks
+) -> tuple[Tensor, Moments]:
+    """KL(π_old, other) of each token (M,), 0.0 where π_old is not finite, and the mean of each response."""
+    assert batch.old_log_probs is not None
+    kl = kl_estimate(kind, batch.old_log_probs, other)
+    unit = batch.units.of(algorithm.unit)
+    is_finite = ~unit.spread(unit.any(~batch.old_log_probs.isfinite()))
+    kl = torch.where(is_finite | kl.isfinite(), kl, 0.0)
+    found = Moments.read(ranks.all_reduce(moments("kl", unit.mean(kl), unit.lengths > 0)), "kl")
+    if not math.isfinite(found.mean):
+        raise RunFailure(f"KL estimator {kind} returned NaN or infinity")
+    return kl, found
+
+
+@torch.no_grad()
+def with_teacher_in_reward(
+    batch: TokenBatch, algorithm: AlgorithmSpec, ranks: Ranks
+) -> tuple[TokenBatch, dict[str, float]]:
+    """The rewards that a teacher leaves: with `alone` those of the task are 0, with `kl_in: reward` the
+    reward of every token is reduced by kl_coef · KL(π_old, teacher).
+
+    Returns:
+        The batch with the new rewards, and `distill/reverse_kl`.
+
+    Raises:
+        RunFailure: the estimator returns a wrong shape or NaN.
+    """
+    teacher, rewards = algorithm.teacher, batch.rewards
+    assert batch.teacher_log_probs is not None
+    assert rewards is not None
+    kl, found = _kl_per_token(batch, algorithm, "k1", batch.teacher_log_probs, ranks)
+    if teacher.alone:
+        rewards = torch.zeros_like(rewards)
+    if teacher.kl_in == "reward":
+        rewards = rewards - teacher.kl_coef * kl
+    return replace(batch, rewards=rewards), {"distill/reverse_kl": found.mean}
 
 
 def with_advantages(batch: TokenBatch, algorithm: AlgorithmSpec, ranks: Ranks) -> TokenBatch:
@@ -204,6 +272,7 @@ def _whole_batch(batch: TokenBatch, ranks: Ranks) -> tuple[TokenBatch, Tensor]:
         lengths=lengths,
         kept=None,
         most_likely=None,
+        teacher_top_k=None,
         experts=None,
     )
     if ranks.world_size > 1:

@@ -12,7 +12,7 @@ from functools import partial
 from typing import Literal
 
 from rlctl.algos.rules import AggMode, CorrectionRules, LossRule, RejectRule, ResponseUnit, WeightRule
-from rlctl.registry import POLICY_LOSSES
+from rlctl.registry import CORRECTION_WEIGHTS, KL_ESTIMATORS, POLICY_LOSSES
 from rlctl.spec.algorithm import ActorSpec, CriticSpec
 from rlctl.spec.resolve import correction_rules, loss_rule
 from rlctl.spec.run_spec import RunSpec
@@ -30,6 +30,8 @@ class UpdateSettings:
         lr_ess_scaling: multiply the learning rate by √ESS of the raw weights.
         centers_scores: subtract the expected score under the sampler, see `rlctl.algos.score_centering`.
         kl_loss_type: KL estimator of the KL loss; None: no KL in the loss.
+        teacher_kl_coef: coefficient of the KL to the teacher in the loss; 0: there is none.
+        teacher_kl_type: its KL estimator; None: the KL of the teacher's most likely tokens and the others.
         router_aux_loss_coef: coefficient of the auxiliary loss of a mixture of experts.
     """
 
@@ -46,6 +48,8 @@ class UpdateSettings:
     entropy_coeff: float = 0.0
     kl_loss_type: str | None = None
     kl_loss_coef: float = 0.0
+    teacher_kl_coef: float = 0.0
+    teacher_kl_type: str | None = None
     micro_tokens: int | None = None
     lr_ess_scaling: bool = False
     centers_scores: bool = False
@@ -54,7 +58,7 @@ class UpdateSettings:
     @classmethod
     def of(cls, spec: RunSpec) -> UpdateSettings:
         """Reads the settings from the spec."""
-        correction, actor = spec.algorithm.rollout_correction, spec.actor
+        correction, actor, teacher = spec.algorithm.rollout_correction, spec.actor, spec.algorithm.teacher
         return cls(
             rules=replace(correction_rules(correction), unit=spec.algorithm.unit),
             bypass=correction.bypass_mode,
@@ -69,6 +73,8 @@ class UpdateSettings:
             entropy_coeff=actor.entropy_coeff,
             kl_loss_type=actor.kl_loss_type if actor.use_kl_loss else None,
             kl_loss_coef=actor.kl_loss_coef,
+            teacher_kl_coef=teacher.kl_coef if teacher.path and teacher.kl_in == "loss" else 0.0,
+            teacher_kl_type=teacher.kl_type,
             micro_tokens=spec.pass_tokens,
             lr_ess_scaling=actor.lr_ess_scaling,
             centers_scores=correction.score_centering is not None,
@@ -103,9 +109,30 @@ class UpdateSettings:
         return normalizes or after or self.reads_batch
 
     @property
+    def lists_teacher(self) -> bool:
+        """Whether the loss reads the teacher's most likely tokens."""
+        return self.teacher_kl_coef > 0 and self.teacher_kl_type is None
+
+    @property
+    def weights_teacher(self) -> bool:
+        """Whether importance weights, if applied, multiply the KL to the teacher.
+
+        Not if it contains π_θ/π_rollout itself. Without the sampled token in it, the token's own ratio would
+        add noise: such a KL depends on the policies by the tokens before it only.
+        """
+        if self.teacher_kl_type is not None:
+            return "rollout_log_probs" not in KL_ESTIMATORS.part(self.teacher_kl_type).needs
+        return CORRECTION_WEIGHTS.part(self.rules.weight.level or "token").unit != "token"
+
+    @property
+    def has_kl(self) -> bool:
+        """Whether a KL is in the loss."""
+        return self.kl_loss_type is not None or self.teacher_kl_coef > 0
+
+    @property
     def needs_advantage(self) -> bool:
         """Whether rows with zero advantage have no gradient: no other term of the loss applies to them."""
-        has_terms = bool(self.entropy_coeff or self.router_aux_loss_coef) or self.kl_loss_type is not None
+        has_terms = bool(self.entropy_coeff or self.router_aux_loss_coef or self.has_kl)
         return POLICY_LOSSES.part(self.loss.name).needs_advantage and not has_terms
 
     @property
@@ -119,7 +146,7 @@ class UpdateSettings:
             return False
         if not (self.weights_are_applied and self.rules.weight.normalize):
             return True
-        return not self.entropy_coeff and self.kl_loss_type is None
+        return not self.entropy_coeff and not self.has_kl
 
 
 @dataclass(frozen=True, slots=True)

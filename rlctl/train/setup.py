@@ -118,6 +118,7 @@ def build(
         actor=models.actor,
         base=models.base,
         ref=models.ref,
+        teacher=models.teacher,
         critic=models.critic,
         stream=stream,
         tracker=tracker,

@@ -41,7 +41,10 @@ if TYPE_CHECKING:
 STOPPED_BY_GUARDRAILS = 3
 
 #: Keys of local paths.
-_PATHS = (("model", "path"), ("model", "lora_adapter_path"), ("critic", "path"), ("ref", "path"))
+_PATHS = (
+    *(("model", "path"), ("model", "lora_adapter_path")),
+    *(("critic", "path"), ("ref", "path"), ("teacher", "path")),
+)
 
 #: Called with a step and its metrics.
 Callback = Callable[[int, Mapping[str, float]], None]
@@ -221,8 +224,9 @@ def with_absolute_paths(spec: RunSpec) -> RunSpec:
     Paths that exist are local; everything else (a hub id, a missing path) stays unchanged.
     """
     content = spec.model_dump()
+    sections = content | {"teacher": content["algorithm"]["teacher"]}
     for section, key in _PATHS:
-        content[section][key] = _absolute(content[section][key])
+        sections[section][key] = _absolute(sections[section][key])
     for key in ("train_files", "val_files"):
         content["data"][key] = [_absolute(path) for path in content["data"][key]]
     content["reward"]["model"]["path"] = _absolute(content["reward"]["model"]["path"])

@@ -171,8 +171,10 @@ class MiniBatch:
     def policy(self, part: _Part | None) -> PolicyOutput:
         """The policy's output for one micro-batch; None: for a token that nothing is computed from."""
         inputs = part.batch.inputs if part else idle_inputs(self.batch.token_ids.device)
-        asked = {"routing": True} if self.settings.router_aux_loss_coef else {}
-        return self.actor.policy(inputs, entropy_grad=self.settings.entropy_coeff > 0, **asked)
+        settings = self.settings
+        asked = {"routing": True} if settings.router_aux_loss_coef else {}
+        asked |= {"tail": True} if settings.lists_teacher else {}
+        return self.actor.policy(inputs, entropy_grad=settings.entropy_coeff > 0, **asked)
 
     def outputs(self) -> Iterator[tuple[_Part | None, PolicyOutput]]:
         """Yields each micro-batch, None for an idle pass, and its output, with gradient if needed."""
@@ -421,6 +423,7 @@ def _of_nothing(mini: MiniBatch) -> tuple[Sums, Sums]:
     ]
     names += ["listed_mass"] if mini.settings.centers_scores else []
     names += ["router_aux_loss"] if mini.settings.router_aux_loss_coef else []
+    names += ["teacher_kl", "tail_mass", "distilled"] if mini.settings.teacher_kl_coef else []
     return correction.sums, dict.fromkeys(names, zero)
 
 
@@ -446,7 +449,8 @@ def _refuse_nonfinite(sums: HostSums, losses: HostSums, settings: UpdateSettings
         )
     found = parts_with_nan(sums, settings.rules)
     if math.isnan(losses["loss"]) and not losses["nonfinite"]:
-        for registry, name in ((POLICY_LOSSES, settings.loss.name), (KL_ESTIMATORS, settings.kl_loss_type)):
+        kinds = [(KL_ESTIMATORS, kind) for kind in (settings.kl_loss_type, settings.teacher_kl_type)]
+        for registry, name in ((POLICY_LOSSES, settings.loss.name), *kinds):
             if name and registry[name].__module__ in USER_MODULES:
                 found.append(f"{registry.kind} {name}")
     if found:
@@ -470,6 +474,10 @@ def _metrics(results: list[_MiniResult], settings: UpdateSettings) -> dict[str, 
         metrics["rollout_corr/listed_mass"] = ratio(losses["listed_mass"], tokens)
     if "router_aux_loss" in losses:
         metrics["actor/router_aux_loss"] = losses["router_aux_loss"] / count
+    if settings.teacher_kl_coef:
+        metrics["distill/kl_loss"] = ratio(losses["teacher_kl"], losses["distilled"])
+    if settings.lists_teacher:
+        metrics["distill/tail_mass"] = ratio(losses["tail_mass"], losses["distilled"])
     if settings.kl_loss_type is not None:
         metrics["actor/kl_loss"] = losses["kl_loss"] / count
         metrics["actor/kl_coef"] = settings.kl_loss_coef

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
+import random
 import shutil
 import signal
 import time
@@ -11,9 +13,10 @@ from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 
+import psutil
 import pytest
 
-from tests import hooks, runs
+from tests import hooks, runs, two_tries
 from tests.listeners import assert_on_loopback
 from tests.processes import Job
 
@@ -165,6 +168,33 @@ def test_finished_run_has_nothing_left_to_do(tmp_path: Path, whole: Path) -> Non
     shutil.copytree(whole, run)
     finish(run)
     assert_same_run(run, whole)
+
+
+@pytest.mark.slow
+def test_killed_at_any_time_in_an_environment_in_lockstep(tmp_path: Path) -> None:
+    """Ten of ten runs, and no process of the environment outlives its run."""
+    given, file = (*RUN, *two_tries.options(tmp_path)), tmp_path / "tries.py"
+    whole = runs.train(tmp_path / "whole", *given)
+    after_saving = sum(line["timing_s/step"] for line in runs.metrics(whole)[2:])
+    drawn, kills = random.Random(1), 0
+    while kills < 10:
+        run = tmp_path / f"run-{kills}"
+        job = runs.start_train(run, *given)
+        job.wait_for((run / "checkpoints/step_000002").is_dir)
+        time.sleep(drawn.uniform(0.0, 0.8) * after_saving)
+        with contextlib.suppress(ProcessLookupError):
+            job.signal(signal.SIGKILL)
+        was_killed = job.wait() == -signal.SIGKILL  # else it had ended already
+        assert job.orphans() == []
+        left = [p for p in psutil.process_iter(["cmdline"]) if str(file) in " ".join(p.info["cmdline"] or ())]
+        assert psutil.wait_procs(left, timeout=30)[1] == []
+        if was_killed:
+            kills += 1
+            finish(run)
+            assert two_tries.reproducible(run) == two_tries.reproducible(whole)
+            weights = "checkpoints/step_000006/model/model.safetensors"
+            assert (run / weights).read_bytes() == (whole / weights).read_bytes()
+        shutil.rmtree(run)
 
 
 # --- signals ------------------------------------------------------------------------------------------

@@ -144,6 +144,54 @@ _IDLE: Mapping[str, Value] = {
 _UNLOGGED = {f"{_WEIGHT}{which}": exactly(None) for which in ("mean", "min", "max", "std")}
 
 
+def num_turns(value: Value) -> Mapping[str, Value]:
+    """Turns per episode, and what follows from them: a call of a tool after each but the last."""
+
+    def of(scale: float, shift: float) -> Value:
+        return lambda *given: scale * value(*given) + shift
+
+    return {
+        "episode/num_turns/mean": value,
+        "episode/num_messages/mean": of(2.0, 0.0),
+        "episode/num_tool_calls": of(1.0, -1.0),
+    }
+
+
+def _tool_errors(share: Value) -> Mapping[str, Value]:
+    """This share of two calls fails."""
+    return {
+        "episode/tool_error_fraction": share,
+        "episode/tool_errors": lambda *given: 2.0 * share(*given),
+    }
+
+
+_AT_MAX = "episode/stop/max_turns"
+#: Episodes of three turns with two calls of tools.
+TOOLS: Mapping[str, Value] = {
+    **num_turns(exactly(3.0)),
+    **_tool_errors(near(0.1)),
+    _AT_MAX: near(0.3),
+    **{
+        f"episode/stop/{reason}": exactly(0.0) for reason in ("max_tool_calls", "context_overflow", "timeout")
+    },
+    "episode/observation_fraction": near(0.3),
+    "episode/seconds/policy": near(2.0),
+    "episode/seconds/waiting": near(0.5),
+    "episode/seconds/environment": near(0.8),
+}
+
+
+def _in_loss(share: float, nats: float = 3.0) -> Mapping[str, Value]:
+    """This share of the tokens was not sampled: log-probs 0 of the engine, −`nats` of the trainer."""
+    gap, kept = near(share * nats, 0.02), math.exp(-nats)
+    return {
+        _KL: gap,
+        _K3: lambda *given: gap(*given) - share * (1.0 - kept),
+        _LOG_GAP: gap,
+        f"{_WEIGHT}mean": near(1.0 - share * (1.0 - kept), 0.005),
+    }
+
+
 def _both(
     rule: str,
     mild: tuple[Severity, Mapping[str, Value]],
@@ -227,4 +275,17 @@ _SAMPLES = (
            ("critical", {"reward/error_fraction": near(0.4), "rollout/empty_fraction": near(0.4)})),
 )  # fmt: skip
 
-FAULTS: tuple[Fault, ...] = (*_GAP, *_WEIGHTS, *_REJECTION, *_UPDATE, *_REWARD, *_SAMPLES)
+_EPISODES = (
+    *_both("tool-errors", ("warning", _tool_errors(near(0.3))), ("critical", _tool_errors(near(0.75, 0.02))),
+           ("rlctl", "trl"), before=TOOLS),
+    *_both("turns-collapsed", ("warning", num_turns(near(1.05, 0.01))),
+           ("warning", num_turns(exactly(1.0))), _ALL, before=TOOLS | _FLAT),
+    *_both("episodes-at-limit", ("warning", {_AT_MAX: near(0.88, 0.02)}),
+           ("warning", {_AT_MAX: exactly(1.0)}), ("rlctl",), before=TOOLS | _FLAT),
+    *_both("slow-environment", ("warning", {"episode/seconds/environment": near(3.5)}),
+           ("warning", {"episode/seconds/environment": near(30.0)}), before=TOOLS),
+    *_both("observation-tokens", ("warning", _in_loss(0.1)), ("critical", _in_loss(0.5)), ("verl", "trl"),
+           onset=1, overrides=(TOKEN,), before=TOOLS),
+)  # fmt: skip
+
+FAULTS: tuple[Fault, ...] = (*_GAP, *_WEIGHTS, *_REJECTION, *_UPDATE, *_REWARD, *_SAMPLES, *_EPISODES)

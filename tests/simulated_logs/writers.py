@@ -26,7 +26,7 @@ FORMATS: tuple[Format, ...] = ("rlctl", "verl", "trl", "nemo-rl")
 _CORR = "rollout_corr/"
 _STALE = "training/staleness_"
 #: What only others log.
-_OTHERS = ("mismatch/", "rollout/")
+_OTHERS = ("mismatch/", "rollout/", "episode/num_messages/", "episode/tool_error_fraction")
 
 #: rlctl's name → verl's.
 VERL: Mapping[str, str] = {
@@ -52,6 +52,10 @@ VERL: Mapping[str, str] = {
         )
     },
     "rollout/empty_fraction": "response/aborted_ratio",
+    "episode/num_messages/mean": "num_turns/mean",
+    "episode/num_tool_calls": "tool_call_counts/mean",
+    "episode/seconds/policy": "timing_s/agent_loop/generate_sequences/mean",
+    "episode/seconds/environment": "timing_s/agent_loop/tool_calls/mean",
     f"{_STALE}mean": "training/off_policy/trajectory_staleness/mean",
     f"{_STALE}max": "training/off_policy/trajectory_staleness/max",
 }  # fmt: skip
@@ -75,6 +79,8 @@ TRL: Mapping[str, str] = {
         f"{_CORR}rollout_is_{which}": f"sampling/importance_sampling_ratio/{which}"
         for which in ("mean", "min", "max")
     },
+    "episode/num_tool_calls": "tools/call_frequency",
+    "episode/tool_error_fraction": "tools/failure_frequency",
     f"{_STALE}mean": "sample/staleness_mean",
     f"{_STALE}max": "sample/staleness_max",
     "timing_s/step": "step_time",

@@ -123,6 +123,19 @@ def in_tokens(rows):
 
 slow = always(timing_s__reward=lambda s: 30.0 if s % 10 == 0 else 1.0, timing_s__step=lambda s: 50.0)
 
+
+def episode(**values):
+    """Metrics of episodes."""
+    return always(**{f"episode__{key}": value for key, value in values.items()})
+
+
+flat = always(critic__score__mean=0.3)
+#: A tenth of the tokens has a log-prob of 0 of the engine's, and −4 of the trainer's.
+in_loss = both(episode(num_messages__mean=4.0), corr(kl=0.4, k3_kl=0.4 - 0.1 * 0.98))
+#: The same in a log with weights instead.
+in_weights = both(episode(num_tool_calls=2.0), corr(kl=None, k3_kl=None, rollout_is_mean=0.9),
+                  always(**{GAP: 0.4}))  # fmt: skip
+
 #: rule → (severity, spoil, overrides of the spec)
 TRIGGERS = {
     "probability-gap": [
@@ -303,6 +316,31 @@ TRIGGERS = {
         ("warning", always(rollout__error_fraction=0.1), []),
         ("critical", always(rollout__empty_fraction=0.4), []),
         ("warning", always(reward__error_fraction=0.08), []),
+    ],
+    "tool-errors": [
+        ("warning", episode(tool_error_fraction=later(0.05, 0.3)), []),
+        ("critical", episode(tool_errors=later(0.1, 1.5), num_tool_calls=2.0), []),
+        ("warning", episode(tool_errors=1.5, num_tool_calls=2.0), []),  # from the start on
+        ("warning", episode(tool_errors=2.0, num_tool_calls=0.0), []),  # no call can be read
+    ],
+    "turns-collapsed": [
+        ("warning", both(flat, episode(num_turns__mean=later(3.0, 1.0))), []),
+        ("warning", both(flat, episode(num_messages__mean=later(6.0, 2.0))), []),
+        ("warning", both(flat, episode(num_tool_calls=later(2.0, 0.0))), []),
+        ("info", episode(num_turns__mean=later(3.0, 1.0)), []),  # the reward rises
+    ],
+    "episodes-at-limit": [
+        ("warning", both(flat, episode(stop__max_turns=1.0)), []),
+        ("warning", both(flat, episode(stop__max_turns=0.5, stop__timeout=0.45)), []),
+        ("info", episode(stop__max_turns=1.0), []),  # and learn
+    ],
+    "slow-environment": [
+        ("warning", episode(seconds__policy=1.0, seconds__waiting=0.5, seconds__environment=2.0), []),
+        ("warning", episode(seconds__policy=1.0, seconds__environment=2.0), []),
+    ],
+    "observation-tokens": [
+        ("warning", in_loss, []),
+        ("warning", in_weights, [f"{RC}rollout_is=token"]),
     ],
 }  # fmt: skip
 CASES = [(rule, *case) for rule, cases in TRIGGERS.items() for case in cases]
@@ -530,6 +568,19 @@ def test_the_page_of_rules_lists_every_rule():
         ("nondeterminism", always(actor__ppo_kl=0.004), [DECOUPLED]),
         ("slow-grader", always(timing_s__reward=lambda s: 4.0 if s % 10 == 0 else 1.0), []),
         ("failed-rollouts", always(reward__error_fraction=lambda s: 0.5 if s == 30 else 0.0), []),
+        ("tool-errors", episode(tool_errors=lambda s: 0.4 if s % 9 == 0 else 0.0, num_tool_calls=2.0), []),
+        ("tool-errors", episode(tool_error_fraction=ramp(1.0, 0.5)), []),  # it learns the format
+        ("turns-collapsed", both(flat, episode(num_turns__mean=later(3.0, 2.0))), []),
+        ("turns-collapsed", both(flat, episode(num_turns__mean=1.0)), []),
+        # it knows the answer
+        ("turns-collapsed", episode(num_turns__mean=ramp(2.0, 1.0), critic__score__mean=ramp(0.5, 1.0)), []),
+        ("episodes-at-limit", both(flat, episode(stop__max_turns=0.6, stop__max_tokens=0.4)), []),
+        ("slow-environment", episode(seconds__policy=0.2, seconds__waiting=2, seconds__environment=2), []),
+        # samples that are old, but drawn
+        ("observation-tokens", both(episode(num_messages__mean=4.0), corr(kl=0.4, k3_kl=0.4)), []),
+        ("observation-tokens", both(in_loss, episode(num_messages__mean=2.0)), []),  # nothing was observed
+        ("observation-tokens", both(in_loss, episode(observation_fraction=0.5)), []),  # rlctl's log
+        ("observation-tokens", in_weights, []),  # weights of responses are products
         # a start that the run has outgrown is a remark at most
         ("truncated", always(response_length__clip_ratio=lambda s: 0.2 if s <= 10 else 0.01), []),
     ],

@@ -78,6 +78,7 @@ def both_ways(ranks: Ranks, directory: str, dtype: str, kind: str, at: str):
         if kind == "reference":
             policy = FrozenPolicy(model, ranks, zero_stage=3, dtype=DTYPES[dtype], temperature=1.0)
             same["log-probs"] = [policy.log_probs(batch.inputs) for _ in range(3)]
+            same["log-probs"].append(policy.top_k(batch.inputs, 3, 20))
         elif kind == "critic":
             critic = DeepSpeedCritic(model, ranks, **given)
             values = [critic.values(batch.inputs)]

@@ -54,6 +54,8 @@ def trained(
     with torch.no_grad():
         before = actor.policy(batch.inputs, sum_pi_squared=True)
     assert torch.equal(frozen.log_probs(batch.inputs), before.log_probs)
+    top_k = frozen.top_k(batch.inputs, 3, 20)
+    assert torch.equal(top_k[:, 0], before.log_probs)
     widths.clear()
     settings = settings_of(
         case.correction, **case.options, epochs=case.epochs, mini_rows=case.mini_rows, micro_sequences=micro
@@ -64,7 +66,7 @@ def trained(
     return {
         "weights": {name: value.detach().clone() for name, value in actor.weights()},
         "metrics": outcome.metrics,
-        "answers": [values.sum() for values in vars_of(before)],
+        "answers": [*(values.sum() for values in vars_of(before)), top_k],
         "seen": outcome.seen.training_log_probs,
         "layout": outcome.layout,
         "widest": max(widths),

@@ -123,11 +123,11 @@ def test_soft_capped_attention_scores_are_capped(tmp_path: Path) -> None:
     assert (found - uncapped).abs().max() > 0.01
 
 
-def beside(path: Path | str, tokenizer):
+def beside(path: Path | str, tokenizer, key: str = "critic.path"):
     return load_other_model(
         str(path),
         tokenizer,
-        key="critic.path",
+        key=key,
         revision=None,
         trust_remote_code=False,
         attn_implementation="sdpa",
@@ -169,6 +169,28 @@ def test_what_is_wrong_with_the_critic_is_said_of_the_critic(tmp_path: Path) -> 
 def test_a_critic_that_cannot_read_the_policys_tokens(tmp_path: Path) -> None:
     _, tokenizer = load(save_tiny_qwen2(tmp_path))
     tokenizer.add_tokens(["one", "two"])
+    (tmp_path / "tokenizer.json").unlink()  # otherwise the tokenizers are compared
     with pytest.raises(UsageError, match="tokenizer has 259 tokens") as caught:
         beside(tmp_path, tokenizer)
     assert "critic.path=" in str(caught.value.where)
+
+
+@pytest.mark.parametrize("key", ["algorithm.teacher.path", "ref.path", "critic.path"])
+def test_a_model_of_other_tokens_is_refused(tmp_path: Path, key: str) -> None:
+    _, tokenizer = load(save_tiny_qwen2(tmp_path / "policy"))
+    theirs = save_tiny_qwen2(tmp_path / "theirs")
+    beside(theirs, tokenizer, key)
+    content = json.loads((theirs / "tokenizer.json").read_text())
+    vocabulary = content["model"]["vocab"]
+    vocabulary["A"], vocabulary["B"] = vocabulary["B"], vocabulary["A"]
+    (theirs / "tokenizer.json").write_text(json.dumps(content))
+    with pytest.raises(UsageError, match=r"gives 'A' the id [0-9]+: it gives it [0-9]+") as caught:
+        beside(theirs, tokenizer, key)
+    assert str(caught.value.where).startswith(f"{key}=")
+    del vocabulary["B"]
+    (theirs / "tokenizer.json").write_text(json.dumps(content))
+    with pytest.raises(UsageError, match=r"it has no such token|it gives it"):
+        beside(theirs, tokenizer, key)
+    for name in ("tokenizer.json", "tokenizer_config.json"):  # nothing to compare
+        (theirs / name).unlink()
+    beside(theirs, tokenizer, key)

@@ -7,6 +7,7 @@ from dataclasses import replace
 import pytest
 import torch
 
+from rlctl.batch import TokenLists
 from rlctl.engine.log_probs import PolicyModule
 from rlctl.errors import UsageError
 from rlctl.spec import memory
@@ -167,3 +168,59 @@ def test_float32_logits_stay_small(monkeypatch: pytest.MonkeyPatch) -> None:
         log_probs.sum().backward()
     assert seen
     assert max(seen) <= limit + vocabulary
+
+
+@pytest.mark.parametrize(("kind", "num_chunks"), [("llama", 1), ("llama", 3), ("gemma2", 3)])
+@pytest.mark.parametrize("restricted", [False, True])
+def test_the_most_likely_tokens_and_all_others(kind: str, num_chunks: int, restricted: bool) -> None:
+    """A teacher's list among the first 20 tokens, and the same tokens under another model, with gradient."""
+    teacher, model = tiny_model(kind, seed=1), tiny_model(kind)
+    batch = tiny_batch(model)
+    count, size = len(batch.advantages), model.config.vocab_size
+    kept = None
+    if restricted:  # to 3 tokens or to 15, the sampled one among them
+        sets = [torch.arange(size)[torch.arange(size) % (2 + 6 * (place % 2)) == 0] for place in range(count)]
+        sets = [
+            torch.cat([ids, token[None]]).unique()
+            for ids, token in zip(sets, batch.inputs.tokens, strict=True)
+        ]
+        kept = TokenLists(torch.tensor([len(ids) for ids in sets], dtype=torch.int32), torch.cat(sets).int())
+        batch = replace(batch, kept=kept)
+
+    def full(network) -> torch.Tensor:
+        """(M, V) log-probs, one sequence at a time, in float64."""
+        parts = zip(*(x.split(batch.lengths.tolist()) for x in (batch.token_ids, batch.sampled)), strict=True)
+        logits = torch.cat(
+            [network(ids[None]).logits[0, :-1][sampled[1:]] for ids, sampled in parts]
+        ).double()
+        for place in range(count if kept else 0):
+            others = torch.ones(size, dtype=torch.bool)
+            others[sets[place]] = False
+            logits = logits.masked_fill(others & (torch.arange(count) == place)[:, None], -torch.inf)
+        return (logits / 0.7).log_softmax(-1)
+
+    with torch.no_grad():
+        own, _, listed = forward(PolicyModule(teacher, 0.7), batch, num_chunks, top_k=(4, 20))
+        wanted = full(teacher)
+    chosen = wanted.gather(1, batch.inputs.tokens[:, None]).squeeze(1)
+    torch.testing.assert_close(own.double(), chosen, rtol=1e-5, atol=2e-6)
+    log_probs, tail, ids = listed[:, :4], listed[:, 4], listed[:, 5:].long()
+    torch.testing.assert_close(
+        log_probs.exp().double(), wanted[:, :20].topk(4).values.exp(), rtol=1e-5, atol=1e-7
+    )
+    rest = torch.ones(count, size).scatter(1, ids, 0.0).bool()
+    torch.testing.assert_close(tail.exp().double(), (wanted.exp() * rest).sum(1), rtol=1e-5, atol=1e-9)
+
+    lists = TokenLists(torch.full((count,), 4), ids.flatten(), log_probs.flatten())
+    batch = replace(batch, teacher_top_k=lists)
+    *_, found = forward(PolicyModule(model, 0.7), batch, num_chunks, tail=True)
+    factors = torch.randn(found.shape, generator=torch.Generator().manual_seed(2))
+    expected = full(model).exp()
+    expected = torch.cat([expected.gather(1, ids), (expected * rest).sum(1, keepdim=True)], 1)
+    torch.testing.assert_close(found.exp().double(), expected, rtol=1e-5, atol=1e-7)
+    (found.exp() * factors).sum().backward()
+    got = gradients(model)
+    model.zero_grad()
+    (expected * factors).sum().backward()
+    for name, gradient in gradients(model).items():
+        torch.testing.assert_close(got[name], gradient, rtol=1e-4, atol=1e-5)

@@ -8,6 +8,7 @@ import signal
 import time
 from pathlib import Path
 
+import psutil
 import pytest
 
 from rlctl.environment.instances import Instances, TimedOut
@@ -135,3 +136,66 @@ def test_it_ends_with_its_parent(tmp_path: Path) -> None:
     instances = Instances(str(tmp_path / "game.py"), "Game")
     instances._channel.close()
     assert instances._process.wait(30) == 0
+
+
+def test_the_start_of_an_instance_holds_no_other_episode(instances: Instances) -> None:
+    """The process that starts them may be slow: others go on meanwhile."""
+
+    async def main() -> None:
+        os.kill(instances._process.pid, signal.SIGSTOP)
+        manager = instances.instance()
+        starting = asyncio.ensure_future(manager.__aenter__())
+        await asyncio.sleep(0.1)
+        assert not starting.done()
+        os.kill(instances._process.pid, signal.SIGCONT)
+        assert (await starting).is_alive
+        await manager.__aexit__(None, None, None)
+
+    asyncio.run(main())
+
+
+def test_an_abandoned_start_leaves_no_process(instances: Instances) -> None:
+    async def main() -> None:
+        os.kill(instances._process.pid, signal.SIGSTOP)
+        with pytest.raises(TimeoutError):
+            await asyncio.wait_for(instances.instance().__aenter__(), 0.1)
+        os.kill(instances._process.pid, signal.SIGCONT)
+        async with instances.instance() as later:  # the earlier one was started before it
+            assert later.is_alive
+
+    asyncio.run(main())
+    parent = psutil.Process(instances._process.pid)
+    psutil.wait_procs(parent.children(), timeout=10)
+    assert parent.children() == []
+
+
+def test_what_an_episode_imports_late_is_imported_once(tmp_path: Path) -> None:
+    """Parts of packages that the file has imported, and nothing else."""
+    for name, text in {"late/__init__.py": "", "late/part.py": "", "other.py": ""}.items():
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        (tmp_path / name).write_text(text)
+    code = f"""
+import sys
+sys.path.insert(0, {str(tmp_path)!r})
+import late
+
+class Game:
+    def reset(self):
+        known = sorted({{"late.part", "other"}} & set(sys.modules))
+        import late.part, other
+        return known
+"""
+    (tmp_path / "game.py").write_text(code)
+    instances = Instances(str(tmp_path / "game.py"), "Game")
+
+    async def main() -> list[str]:
+        found = []
+        for _ in range(2):
+            async with instances.instance() as one:
+                found.append((await one.call("reset", {}, timeout_s=60, most=100))["text"])
+        return found
+
+    try:
+        assert asyncio.run(main()) == ["[]", '["late.part"]']
+    finally:
+        instances.close()

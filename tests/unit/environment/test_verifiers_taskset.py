@@ -42,7 +42,8 @@ class SumTask(vf.Task[Sum]):
 class Sums(vf.Taskset[SumTask, vf.TasksetConfig]):
     def load(self):
         for answer in ("4", "5", "broken", "slow"):
-            given = {"prompt": "2+2?", "system_prompt": "Add.", "timeout": vf.TaskTimeout(scoring=0.2)}
+            limit = vf.TaskTimeout(scoring=0.2 if answer == "slow" else None)
+            given = {"prompt": "2+2?", "system_prompt": "Add.", "timeout": limit}
             yield SumTask(Sum(answer=answer, **given), self.config.task)
 
 

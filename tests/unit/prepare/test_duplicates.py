@@ -1,6 +1,7 @@
 """Duplicates against slow, obvious ways of finding them."""
 
 import json
+import random
 
 import numpy as np
 import pytest
@@ -8,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from rlctl.errors import UsageError
-from rlctl.prepare.duplicates import normalise, repeated
+from rlctl.prepare.duplicates import nearly_repeated, normalise, repeated
 from rlctl.prepare.pipeline import prepare
 from rlctl.prepare.request import PrepareRequest
 from tests.unit.prepare.helpers import gsm8k_rows, write_jsonl
@@ -102,3 +103,36 @@ def test_white_space_of_any_kind_and_amount_is_one_space(text):
     spaced = " ".join(text.split())
     assert normalise(text) == normalise(spaced) == normalise(f"\n{spaced}  ")
     assert "  " not in normalise(text)
+
+
+def jaccard(one: str, other: str) -> float:
+    sets = [{text[at : at + 8] for at in range(max(1, len(text) - 7))} for text in (one, other)]
+    return len(sets[0] & sets[1]) / len(sets[0] | sets[1])
+
+
+def test_near_duplicates_are_those_of_their_true_similarity() -> None:
+    """Far from the limit of 0.8 the estimate finds what the sets say."""
+    draw = random.Random(0)
+    words = [f"word{number}" for number in range(300)]
+    texts = [" ".join(draw.choices(words, k=40)) for _ in range(30)]
+    texts += [text.replace(text.split()[20], "another", 1) for text in texts[:15]]  # 0.9
+    texts += [" ".join(text.split()[:20] + draw.choices(words, k=20)) for text in texts[15:30]]  # 0.35
+    assert all(jaccard(texts[30 + place], texts[place]) > 0.85 for place in range(15))
+    assert all(jaccard(texts[45 + place], texts[15 + place]) < 0.6 for place in range(15))
+    later, first = nearly_repeated(enumerate(texts))
+    assert later == list(range(30, 45))
+    assert first == list(range(15))
+
+
+@pytest.mark.parametrize("policy", ["count", "drop", "off"])
+def test_what_is_done_with_near_duplicates(tmp_path, policy) -> None:
+    rows = gsm8k_rows()
+    like = rows[2] | {"question": rows[2]["question"] + " Tell me."}
+    source = write_jsonl(tmp_path / "in.jsonl", [*rows, like, rows[0]])
+    done = prepare(
+        PrepareRequest(
+            (str(source),), tmp_path / "out", duplicates="keep", near_duplicates=policy, val_fraction=0.0
+        )
+    )
+    assert done.counts.get("near_duplicates_dropped", 0) == (policy == "drop")
+    assert done.report.get("near_duplicates", {"rows": 0})["rows"] == (policy != "off")

@@ -2,15 +2,24 @@
 
 from __future__ import annotations
 
+import asyncio
+from collections.abc import Sequence
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
 
+from rlctl.batch import Task, Turn
 from rlctl.engine.ranks import Ranks, missing_ranks
+from rlctl.environment.protocol import Outcome, Sampler
+from rlctl.environment.run_episodes import run_episodes
 from rlctl.errors import RunFailure
+from rlctl.rollout.protocol import Request, Sampling
 from rlctl.rollout.tensor_parallel import TensorParallelGroup
+from rlctl.spec.environment import EnvironmentSpec
+from tests.episodes import task_of
 from tests.processes import on_ranks, on_ranks_each
 
 #: Rank → how many requests it has in each of its calls.
@@ -97,3 +106,42 @@ def test_a_rank_that_fails_keeps_no_other_waiting(where: str, tmp_path: Path) ->
     waiting, failed = on_ranks(2, lost, where, where=tmp_path)
     assert failed.startswith("RunFailure: no ")
     assert waiting.startswith("LostRank: another rank has ended")
+
+
+def play_episodes(ranks: Ranks) -> dict[str, Any]:
+    """Rank 0 plays one episode of four turns, rank 1 five of one turn, some of them late."""
+    group, sizes = TensorParallelGroup(2), []
+
+    def answer(asked: list[Any]) -> list[Any]:
+        sizes.append(len(asked))
+        return [output(*ids[-1:], len(ids)) for ids, _ in asked]
+
+    class Shared:
+        @staticmethod
+        def sample(requests: Sequence[Request], sampling: Sampling) -> list[Turn]:
+            found = group.ask([(list(one.token_ids), {}) for one in requests], answer, version=0)
+            ids = [torch.tensor(one.outputs[0].token_ids) for one in found]
+            return [Turn(one, -torch.ones(2), torch.zeros(2, dtype=torch.int64), "stop") for one in ids]
+
+    class Talk:
+        @staticmethod
+        async def run(task: Task, sampler: Sampler) -> Outcome:
+            context = [7, task.group_id]
+            for _ in range((4, 1)[ranks.rank]):
+                await asyncio.sleep(0.02 * task.group_id)
+                context += (await sampler.sample(context)).token_ids.tolist()
+            return Outcome("", reward=0.0)
+
+    members = [(task_of(place), 0) for place in range((1, 5)[ranks.rank])]
+    spec = EnvironmentSpec(max_turns=4)
+    found = run_episodes(Talk(), Shared(), members, Sampling(max_response_length=4), 1, spec, 64)
+    group.finish(answer, version=0)
+    return {"tokens": [[s.token_ids.tolist() for s in e.sequences] for e in found], "sizes": sizes}
+
+
+def test_episodes_of_unequal_turns_share_an_engine(tmp_path: Path) -> None:
+    first, second = on_ranks(2, play_episodes, where=tmp_path)
+    assert first["tokens"] == [[[7, 0, 0, 2, 2, 4, 4, 6, 6, 8]]]
+    assert second["tokens"] == [[[7, place, place, 2]] for place in range(5)]
+    assert first["sizes"] == second["sizes"]
+    assert sum(first["sizes"]) == 4 + 5

@@ -64,7 +64,7 @@ def run_of(spec: RunSpec, **models: object) -> SimpleNamespace:
         log_probs = said(-0.1)(inputs)
         return PolicyOutput(log_probs, log_probs, said(0.01)(inputs) if sum_pi_squared else None)
 
-    known = {"actor": SimpleNamespace(policy=policy), "ref": None, "critic": None}
+    known = {"actor": SimpleNamespace(policy=policy), "ref": None, "teacher": None, "critic": None}
     return SimpleNamespace(spec=spec, ranks=alone(), data_ranks=alone(), **(known | models))
 
 

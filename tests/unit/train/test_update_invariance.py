@@ -54,6 +54,7 @@ STAGES = [
     *[("survivors", micro, stage, torch.float32) for stage in (1, 2, 3) for micro in (4, BUDGETS[0])],
     *[("zero advantages", micro, stage, torch.float32) for stage in (1, 2, 3) for micro in (2, BUDGETS[0])],
     *[("centered weights", 4, stage, torch.float32) for stage in (1, 2, 3)],
+    ("taught", 4, 3, torch.float32),
     *[("token", BUDGETS[0], stage, torch.bfloat16) for stage in range(4)],
 ]
 

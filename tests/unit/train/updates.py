@@ -59,7 +59,12 @@ class Case:
         is_zero[list(self.zero_advantage)] = True
         advantages = batch.advantages.masked_fill(batch.units.episode.spread(is_zero), 0.0)
         most_likely = lists_of(model, batch, self.correction.get("score_centering"))
-        return replace(batch, advantages=advantages, most_likely=most_likely)
+        batch = replace(batch, advantages=advantages, most_likely=most_likely)
+        if not self.terms.get("teacher_kl_coef"):
+            return batch
+        listed = lists_of(model, batch, None if "teacher_kl_type" in self.terms else 4)
+        tail = None if listed is None else (-listed.padded()[1].exp().sum(1)).log1p()
+        return replace(batch, teacher_log_probs=batch.ref_log_probs, teacher_top_k=listed, teacher_tail=tail)
 
     @property
     def options(self) -> dict[str, object]:
@@ -147,8 +152,19 @@ CASES = {
 }
 
 
-#: Those that read lists of the sampler's most likely tokens.
+#: Those that read lists of the most likely tokens, of the sampler or of a teacher.
 CENTERED = {
+    "taught": Case(
+        BYPASS | REINFORCE | RS | {"rollout_is": "sequence"},
+        zero_advantage=(0, 1, 3, 4),
+        terms={"teacher_kl_coef": 0.7},
+    ),
+    "taught by sampled tokens": Case(
+        DECOUPLED | CLIP | RS | {"rollout_is": "token", "loss_denominator": "after_rejection"},
+        "seq-mean-token-mean",
+        mini_rows=8,
+        terms={"teacher_kl_coef": 0.7, "teacher_kl_type": "k2", "entropy_coeff": 0.2},
+    ),
     "centered": Case(
         BYPASS | REINFORCE | RS | {"rollout_is": None, "score_centering": 5}, zero_advantage=(0, 1, 3)
     ),

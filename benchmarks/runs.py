@@ -17,7 +17,7 @@ import tempfile
 import time
 from collections.abc import Iterable
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -34,6 +34,7 @@ KEPT = {
     "masked": "rollout_corr/rollout_rs_masked_fraction",
     "kl": "rollout_corr/k3_kl",
     "staleness": "training/staleness_mean",
+    "mixed": "age/mixed_episodes",
     "step_s": "timing_s/step",
     "alarms": "guardrails/alarms",
     "interventions": "guardrails/interventions",
@@ -44,6 +45,7 @@ SERIES = {
     "paid": "filter_groups/tokens_generated",
     "length": "response_length/mean",
     "score_paid": "filter_groups/score_mean",
+    "step_s": "timing_s/step",
 }
 #: Modules that a run imports.
 PRELOADED = (
@@ -107,8 +109,13 @@ class Outcome:
         return next((i + WINDOW for i, mean in enumerate(sums) if mean >= goal), None)
 
 
-def run_all(jobs: Iterable[Job], memory: Path, workers: int) -> dict[Job, Outcome]:
-    """Returns the outcome of every job: from `memory` if stored, otherwise runs the job and stores it."""
+def run_all(
+    jobs: Iterable[Job], memory: Path, workers: int, more: tuple[str, ...] = ()
+) -> dict[Job, Outcome]:
+    """Returns the outcome of every job: from `memory` if stored, otherwise runs the job and stores it.
+
+    `more` are overrides that do not affect results, such as addresses.
+    """
     known = _read(memory)
     jobs = list(jobs)
     waiting = [job for job in jobs if job.key not in known]
@@ -117,7 +124,7 @@ def run_all(jobs: Iterable[Job], memory: Path, workers: int) -> dict[Job, Outcom
         done, start = 0, time.perf_counter()
         with ThreadPoolExecutor(workers) as threads:
             for job, outcome in zip(
-                waiting, threads.map(lambda job: _run(context, job), waiting), strict=True
+                waiting, threads.map(lambda job: _run(context, job, more), waiting), strict=True
             ):
                 known[job.key] = outcome
                 with memory.open("a") as file:
@@ -146,10 +153,10 @@ def fork_server() -> Any:
     return context
 
 
-def _run(context: Any, job: Job) -> Outcome:
+def _run(context: Any, job: Job, more: tuple[str, ...]) -> Outcome:
     with tempfile.TemporaryDirectory() as where:
         run_dir = Path(where) / "run"
-        process = context.Process(target=_train, args=(job, run_dir))
+        process = context.Process(target=_train, args=(replace(job, overrides=job.overrides + more), run_dir))
         process.start()
         process.join()
         metrics = run_dir / "metrics.jsonl"

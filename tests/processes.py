@@ -12,6 +12,7 @@ import sys
 import time
 import traceback
 from collections.abc import Callable, Iterable
+from contextlib import suppress
 from multiprocessing import forkserver, popen_forkserver
 from pathlib import Path
 from unittest import mock
@@ -115,7 +116,8 @@ class Job:
 
     def end(self) -> None:
         for process in self.family():
-            process.kill()
+            with suppress(psutil.NoSuchProcess):  # it has just ended
+                process.kill()
 
 
 def _child(

@@ -65,6 +65,7 @@ class Conductor:
         self.failure: Exception | None = None
         self._waiting: list[_Waiting] = []
         self._changed = asyncio.Event()
+        self._sampling_now: set[asyncio.Task[None]] = set()
 
     async def sample(self, key: tuple[int, int, int], request: Request) -> tuple[Turn, float]:
         """The turn, and the seconds for which it waited for its batch to start."""
@@ -90,21 +91,32 @@ class Conductor:
             if not self._waiting or (self._spec.lockstep and not all_wait):
                 continue
             batch, self._waiting = sorted(self._waiting, key=lambda one: one.key), []
+            if is_concurrent(self._engine):
+                self._sampling_now.update(asyncio.create_task(self._sample([one])) for one in batch)
+            else:
+                await self._sample(batch)
+
+    async def _sample(self, batch: list[_Waiting]) -> None:
+        for one in batch:
+            one.started = time.perf_counter()
+        requests = [one.request for one in batch]
+        try:
+            loop = asyncio.get_running_loop()
+            sample = partial(self._engine.sample, requests, self._sampling)
+            turns = await loop.run_in_executor(self._thread, sample)
+            for one, turn in zip(batch, turns, strict=True):
+                if not one.turn.done():  # else its episode ran out of time
+                    one.turn.set_result(turn)
+        except Exception as error:
+            self.failure = error
             for one in batch:
-                one.started = time.perf_counter()
-            requests = [one.request for one in batch]
-            try:
-                loop = asyncio.get_running_loop()
-                sample = partial(self._engine.sample, requests, self._sampling)
-                turns = await loop.run_in_executor(self._thread, sample)
-                for one, turn in zip(batch, turns, strict=True):
-                    if not one.turn.done():  # else its episode ran out of time
-                        one.turn.set_result(turn)
-            except Exception as error:
-                self.failure = error
-                for one in batch:
-                    if not one.turn.done():
-                        one.turn.set_exception(_EngineFailed(str(error)))
+                if not one.turn.done():
+                    one.turn.set_exception(_EngineFailed(str(error)))
+
+
+def is_concurrent(engine: ResponseSampler) -> bool:
+    """Whether several threads may call the engine at once; then no turn waits for others of its batch."""
+    return bool(getattr(engine, "is_concurrent", False))
 
 
 class _EngineFailed(BaseException):
@@ -227,8 +239,10 @@ def run_episodes(
             raise conductor.failure
         return episodes
 
+    at_once = min(len(members), spec.concurrency) if is_concurrent(engine) else 1
+    enter = partial(torch.cuda.set_device, device) if device else None
     with (
-        ThreadPoolExecutor(1, "policy", partial(torch.cuda.set_device, device) if device else None) as thread,
+        ThreadPoolExecutor(at_once, "policy", enter) as thread,
         ThreadPoolExecutor(1, "episodes") as loop,  # a notebook's own loop runs in this thread
     ):
         return loop.submit(asyncio.run, run_all(thread)).result()

@@ -168,7 +168,7 @@ class Graded:
     Attributes:
         rewards: one score per episode, in order of group and member.
         baseline: for ReMax, for every episode the grade of the greedy episode of its task; else None.
-        sampling_cost: `filter_groups/*` metrics; empty without dynamic sampling.
+        sampling_cost: metrics of dynamic sampling, or of sampling ahead.
     """
 
     groups: list[Group]

@@ -24,7 +24,7 @@ from rlctl.rollout.replicas import Replicas, ReplicaSettings
 from rlctl.rollout.server_access import KEY, ask
 from rlctl.rollout.server_process import RayHost, ray_hosts
 from rlctl.rollout.vllm import TrainedVLLMRollout, VLLMRollout
-from rlctl.rollout.vllm_server import VLLMServerRollout
+from rlctl.rollout.vllm_server import GENERATE, VLLMServerRollout
 from rlctl.rollout.weight_broadcast import WeightBroadcast, transfer_backend
 from rlctl.rollout.weights import PublishedWeights, VersionedDir
 from rlctl.spec.rollout import VLLM_LORA_RANKS
@@ -33,6 +33,7 @@ from rlctl.spec.run_spec import RunSpec
 ENGINE_LOGS = "engines"
 _INFO_S = 60.0  # the first response is slow: the server inspects its environment
 _RETRY_S = 1.0
+_NOT_OFFERED = {HTTPStatus.FORBIDDEN, HTTPStatus.NOT_FOUND}
 
 
 def build_vllm(context: EngineContext) -> VLLMRollout | VLLMServerRollout:
@@ -111,6 +112,8 @@ def replica_settings(spec: RunSpec, *, reads_images: bool = False) -> ReplicaSet
             fix="lower one of them or trainer.n_gpus_per_node; or set rollout.mode: colocated",
         )
     options = training_options(spec, reads_images=reads_images)
+    if rollout.in_flight:
+        options |= {"enable_scale_out": True, "scheduling_policy": "priority"}
     if spec.broadcasts_weights(on_gpus=on_gpus):
         backend = transfer_backend(torch.device("cuda" if on_gpus else "cpu"))
         options["load_format"] = "dummy"
@@ -141,7 +144,8 @@ def _on_servers(context: EngineContext) -> VLLMServerRollout:
         os.environ[KEY] = context.agree(os.environ.get(KEY) or secrets.token_hex(32))
     if is_main and server.urls:
         rank = spec.model.lora_rank * spec.syncs_adapter
-        backends = reachable(server.urls, server.start_timeout, lora_rank=rank)
+        in_flight = spec.rollout.in_flight
+        backends = reachable(server.urls, server.start_timeout, lora_rank=rank, in_flight=in_flight)
         broadcasts = broadcasts and _can_broadcast(
             server.urls, backends, context.device, server.weight_transfer == "broadcast"
         )
@@ -212,12 +216,13 @@ def _can_broadcast(urls: list[str], backends: list[str], device: torch.device, i
     return has_vllm and not others
 
 
-def reachable(urls: list[str], seconds: float, *, lora_rank: int = 0) -> list[str]:
+def reachable(urls: list[str], seconds: float, *, lora_rank: int = 0, in_flight: bool = False) -> list[str]:
     """Waits until every server responds, and checks that each was started with the options a run needs.
 
     Args:
         seconds: how long to wait for them.
         lora_rank: rank of the adapters to apply; 0: none.
+        in_flight: the servers sample while their weights are updated.
 
     Returns:
         For each server, the backend of its weight transfer; "": it accepts weights as files only.
@@ -235,7 +240,7 @@ def reachable(urls: list[str], seconds: float, *, lora_rank: int = 0) -> list[st
                     what, fix = "the server has another key", f"set {KEY} to the one that it was started with"
                     raise EnvironmentFailure(what, where=f"rollout.server.urls: {url}", fix=fix)
                 if health.is_success:
-                    backends.append(_check_settings(url, lora_rank))
+                    backends.append(_check_settings(url, lora_rank, in_flight=in_flight))
                     break
                 words = "it is not healthy"
             except (httpx.HTTPError, httpx.InvalidURL) as error:
@@ -250,7 +255,7 @@ def reachable(urls: list[str], seconds: float, *, lora_rank: int = 0) -> list[st
     return backends
 
 
-def _check_settings(url: str, lora_rank: int) -> str:
+def _check_settings(url: str, lora_rank: int, *, in_flight: bool) -> str:
     """Checks a server's options and returns the backend of its weight transfer.
 
     Log-probs before temperature would look plausible, but weight every sample wrongly.
@@ -266,6 +271,14 @@ def _check_settings(url: str, lora_rank: int) -> str:
     if mode != LOGPROBS_MODE:
         what = f"the server reports {mode}, which are not log-probs of the distribution it samples from"
         raise EnvironmentFailure(what, where=where, fix=f"{fix}, --logprobs-mode {LOGPROBS_MODE} among them")
+    if in_flight:
+        policy = info["vllm_config"]["scheduler_config"]["policy"]
+        has_versions = ask("POST", url + GENERATE, _INFO_S, {}).status_code not in _NOT_OFFERED
+        if not has_versions or policy != "priority":
+            what = "the server was not started for rollout.in_flight: it "
+            what += "has no priorities" if has_versions else "does not report which weights sampled a token"
+            options = "--enable-scale-out and --scheduling-policy priority"
+            raise EnvironmentFailure(what, where=where, fix=f"{fix}, {options} among them")
     lora = info["vllm_config"]["lora_config"]  # null without --enable-lora
     is_open = info["vllm_env"]["VLLM_ALLOW_RUNTIME_LORA_UPDATING"]
     if lora_rank and not (is_open and lora and lora["max_lora_rank"] >= lora_rank):

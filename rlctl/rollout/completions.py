@@ -117,8 +117,16 @@ class CompletionRollout(ABC):
                 does not list the most likely tokens, or it does not report the experts of all tokens.
         """
         policy_version = synced(self._policy_version)
-        found = self._complete(requests, sampling)
-        turns = [completion.turn(sampling, policy_version) for completion in found]
+        return self._turns(self._complete(requests, sampling), requests, sampling, policy_version)
+
+    def _turns(
+        self,
+        completions: Sequence[Completion],
+        requests: Sequence[Request],
+        sampling: Sampling,
+        policy_version: int,
+    ) -> list[Turn]:
+        turns = [completion.turn(sampling, policy_version) for completion in completions]
         if turns and not any(turn.kept is None or turn.kept.counts.all() for turn in turns):
             raise RunFailure(
                 "the log-probs that the engine lists never add up to a probability of 1",

@@ -194,6 +194,7 @@ def hf(context: EngineContext) -> RolloutEngine:
     capabilities=EngineCapabilities(
         modes=frozenset({"colocated", "server"}),
         samples_while_training=frozenset({"server"}),
+        samples_in_flight=frozenset({"server"}),
         reads_model_files=True,
         applies_adapters=True,
         takes_engine_kwargs=True,

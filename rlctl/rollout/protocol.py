@@ -358,6 +358,11 @@ class LockedRollout:
         return int(getattr(self._engine, "sleeping_bytes", 0))
 
     @property
+    def num_repeated(self) -> int:
+        """Number of requests so far that the engine repeated."""
+        return int(getattr(self._engine, "num_repeated", 0))
+
+    @property
     def description(self) -> str:
         """The engine's description for the record of a run; its class name if it has none."""
         return str(getattr(self._engine, "description", type(self._engine).__name__))
@@ -374,10 +379,7 @@ class LockedRollout:
             RunFailure: the engine does not return one valid turn per request.
         """
         with self._in_use():
-            turns = self._engine.sample(requests, sampling)
-        if what := wrong_turns(turns, len(requests), sampling):
-            raise RunFailure(f"{type(self._engine).__name__}.sample returned {what}", where="rollout.name")
-        return turns
+            return _checked(self._engine, self._engine.sample(requests, sampling), requests, sampling)
 
     def each(self) -> list[tuple[str, LockedRollout]]:
         """Every replica by its name, to sample with it alone; `""`: the engine, which has none."""
@@ -421,6 +423,39 @@ class LockedRollout:
         """See `RolloutEngine.close`."""
         with self._lock.held(first=self._first):
             self._engine.close()
+
+
+class InFlightRollout:
+    """Samples for any number of threads at once, also while the engine's weights are updated.
+
+    Args:
+        engine: `EngineCapabilities.samples_in_flight` has its mode.
+    """
+
+    #: requests of one call need not wait for each other
+    is_concurrent = True
+
+    def __init__(self, engine: Any) -> None:
+        self._engine = engine
+
+    def sample(self, requests: Sequence[Request], sampling: Sampling) -> list[Turn]:
+        """See `LockedRollout.sample`; a turn may have tokens of several versions."""
+        turns = self._engine.sample_in_flight(requests, sampling)
+        return _checked(self._engine, turns, requests, sampling)
+
+    def finish(self) -> None:
+        """Does nothing: no rank waits for another one's requests."""
+
+    def close(self) -> None:
+        """Ends open requests: every `sample` fails."""
+        self._engine.cancel_requests()
+
+
+def _checked(engine: Any, turns: Any, requests: Sequence[Request], sampling: Sampling) -> list[Turn]:
+    if what := wrong_turns(turns, len(requests), sampling):
+        raise RunFailure(f"{type(engine).__name__}.sample returned {what}", where="rollout.name")
+    found: list[Turn] = turns
+    return found
 
 
 def wrong_turns(turns: Any, count: int, sampling: Sampling) -> str:

@@ -9,10 +9,20 @@ import copy
 import io
 import json
 import math
+import threading
 import time
 import uuid
-from collections.abc import Awaitable, Callable, Coroutine, Iterable, Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import (
+    AsyncIterator,
+    Awaitable,
+    Callable,
+    Coroutine,
+    Iterable,
+    Iterator,
+    Mapping,
+    Sequence,
+)
+from concurrent.futures import CancelledError
 from dataclasses import dataclass, replace
 from functools import partial
 from itertools import chain, count, groupby
@@ -22,6 +32,7 @@ import httpx
 import numpy as np
 from torch import Tensor
 
+from rlctl.batch import Turn
 from rlctl.errors import RunFailure, UsageError, failing_together
 from rlctl.processes import note_progress
 from rlctl.rollout.completions import MERGE_LORA, Completion, CompletionRollout, listed_tokens
@@ -34,9 +45,14 @@ from rlctl.rollout.weights import PublishedWeights, VersionedDir
 #: Maximum number of open requests per rank. Each has a client of its own, because the work of a common one
 #: per request grows with their number.
 CONNECTIONS = 512
+#: Seconds for which an unused connection stays open; servers close theirs after 5.
+_IDLE_S = 2.0
+#: Path at which a server takes tokens and returns them with the version of the weights of each.
+GENERATE = "/inference/v1/generate"
 _SYNC_S = 600.0
 _RETRY_S = 1.0
 _TRIES = 3
+_CLOSED = "the connections to the vLLM servers are closed"
 _Result = TypeVar("_Result")
 
 
@@ -110,7 +126,17 @@ class VLLMServerRollout(CompletionRollout):
         self.notes: list[str] = []
         self._lost: set[str] = set()  # servers that do not have the last broadcast weights
         self._restarted: set[str] = set()  # servers that were found with other weights while they sampled
-        self._renewing: dict[str, asyncio.Lock] = {}
+        self._renewing = {url: asyncio.Lock() for url in urls}
+        self._loop = _Loop()
+        # The trainer's own requests do not wait for those in flight, here or at the servers.
+        self._slots, self._slots_in_flight = asyncio.Semaphore(CONNECTIONS), asyncio.Semaphore(CONNECTIONS)
+        self._unused = list[httpx.AsyncClient]()
+        rollout = context.spec.rollout
+        self._in_flight, self._cache = rollout.in_flight, rollout.stale_cache
+        self._versions: dict[str, int] = {}  # number of updates by tag of this run
+        self._salt: dict[str, str] = {}  # in flight, updates leave blocks of older weights in the cache
+        self._calls, self._watching = count(), list[asyncio.Task[None]]()
+        self.num_repeated = 0  # requests that were repeated, because their server failed
 
     @property
     def description(self) -> str:
@@ -127,8 +153,9 @@ class VLLMServerRollout(CompletionRollout):
         self._policy_version = None
         self._agree("")  # waits until all ranks have their batches: the shared servers may still be sampling
         with failing_together(self._agree):
-            if self._rank == 0 and self._newest.tag:  # an engine that hangs is found before it should load
-                _result_of(self._everywhere(self._probe, self._answer_timeout))
+            # An engine that hangs is found before it should load. In flight, this would wait for open ones.
+            if self._rank == 0 and self._newest.tag and not self._in_flight:
+                self._loop.run(self._everywhere(self._probe, self._answer_timeout))
         with contextlib.ExitStack() as stack:
             if self._replicas:  # broadcasts have a time limit per chunk
                 stack.enter_context(self._replicas.loading(math.inf if self._starts_empty else _SYNC_S))
@@ -144,15 +171,23 @@ class VLLMServerRollout(CompletionRollout):
                 if self._published and self._replicas:  # they receive their weights afterwards
                     self._published.write_config()
                     self._replicas.start()
-        newest = self._newest
+        last, newest, has_files = self._newest, self._newest, False
         with failing_together(self._agree):
             try:
                 if self._published and self._rank == 0:
-                    newest = self._publish(self._published, weights, adapter, policy_version)
+                    newest, has_files = self._publish(self._published, weights, adapter, policy_version)
             finally:
                 for _ in weights or ():  # gathering is a collective, also on ranks that discard the weights
                     pass
+        # Known on all ranks before a server has it: a server that one of them finds restarted gets it, too.
         self._newest = PublishedPaths(*map(self._agree, (newest.weights, newest.adapter, newest.tag)))
+        self._versions[self._newest.tag] = policy_version
+        with failing_together(self._agree):
+            if self._rank == 0:
+                load = partial(self._load, last=last.adapter, with_weights=has_files)
+                self._loop.run(self._everywhere(load, max(self._answer_timeout, _SYNC_S)))
+        if self._in_flight:  # later requests do not share cached blocks with earlier ones
+            self._salt = {"cache_salt": self._newest.tag}
         self._lost.clear()
         self._policy_version = policy_version
 
@@ -165,6 +200,7 @@ class VLLMServerRollout(CompletionRollout):
 
     def close(self) -> None:
         """Stops the servers started here and removes the published weights."""
+        self.cancel_requests()
         if self._broadcast:
             self._broadcast.close()
         if self._replicas:
@@ -174,50 +210,84 @@ class VLLMServerRollout(CompletionRollout):
                 versions.close()
         self._held.close()
 
+    def sample_in_flight(self, requests: Sequence[Request], sampling: Sampling) -> list[Turn]:
+        """Turns as of `sample`, for any number of threads, also during `sync_weights`.
+
+        Raises:
+            RunFailure: as `sample`.
+        """
+        completions = self._loop.run(self._generate_all(requests, sampling, next(self._calls)))
+        return self._turns(completions, requests, sampling, policy_version=-1)  # each token has its version
+
+    def cancel_requests(self) -> None:
+        """Ends open requests, and refuses later ones."""
+        self._loop.close()
+
+    async def _generate_all(
+        self, requests: Sequence[Request], sampling: Sampling, number: int
+    ) -> list[Completion]:
+        if not self._watching:
+            patience = max(self._answer_timeout, _SYNC_S)  # a paused engine produces nothing
+            self._watching = [asyncio.create_task(_until_silent(url, patience)) for url in self._urls]
+        work = asyncio.gather(*(self._generate(request, sampling, number) for request in requests))
+        return await _first(work, self._watching)
+
+    async def _generate(self, request: Request, sampling: Sampling, number: int) -> Completion:
+        for _ in range(_TRIES):
+            urls = self._current_urls()
+            url = urls[(self._rank + number) % len(urls)]  # requests of one call may share their beginning
+            async with self._connection(self._slots_in_flight) as client:
+                answer = await self._ask(client, url, GENERATE, self._generate_body(request, sampling))
+                found = generated(answer.content, self._versions) if answer else None
+                if found:
+                    return found
+                if answer:  # a restarted server has answered, whose weights nobody has renewed yet
+                    with contextlib.suppress(_WeightsLost):
+                        await self._renew(client, url)
+        raise RunFailure("vLLM servers fail and are restarted repeatedly", where=" ".join(self._urls))
+
+    def _generate_body(self, request: Request, sampling: Sampling) -> dict[str, Any]:
+        parameters = self._parameters(sampling, request) | {"detokenize": False}
+        body = {"model": MODEL_NAME, "token_ids": list(request.token_ids), "sampling_params": parameters}
+        return body | ({} if self._cache == "keep" else self._salt)
+
     def _complete(self, requests: Sequence[Request], sampling: Sampling) -> list[Completion]:
-        return _result_of(self._complete_all(requests, sampling))
+        return self._loop.run(self._complete_all(requests, sampling))
 
     async def _complete_all(self, requests: Sequence[Request], sampling: Sampling) -> list[Completion]:
         completions: dict[int, Completion] = {}
         equal = groupby(requests, key=lambda request: request.token_ids)  # for one server, which shares them
         prompts = [number for number, (_, siblings) in enumerate(equal) for _ in siblings]
-        free = asyncio.Queue[httpx.AsyncClient]()
-        async with contextlib.AsyncExitStack() as stack:
-            for _ in range(min(CONNECTIONS, len(requests))):
-                free.put_nowait(await stack.enter_async_context(self._client(timeout=None)))
 
-            async def ask(index: int, url: str) -> Completion | None:
-                client = await free.get()
-                try:
-                    body = self._body(requests[index], sampling)
-                    answer = await self._ask(client, url, body)
-                finally:
-                    free.put_nowait(client)
-                if answer is None:
-                    return None
-                return completion_of(answer.content, has_lists=listed_tokens(sampling) > 0)
-
-            self._renewing = {url: asyncio.Lock() for url in self._urls}
-            for _ in range(_TRIES):
-                urls = self._current_urls()
-                self._restarted.clear()
-                places = {
-                    index: urls[(self._rank + prompt) % len(urls)]
-                    for index, prompt in enumerate(prompts)
-                    if index not in completions
-                }
-                found = await self._unless_silent(
-                    (ask(index, url) for index, url in places.items()), self._answer_timeout
+        async def ask(index: int, url: str) -> Completion | None:
+            async with self._connection(self._slots) as client:
+                answer = await self._ask(
+                    client, url, "/v1/completions", self._body(requests[index], sampling)
                 )
-                # A server that started again may have answered some requests before its weights were renewed.
-                current = await self._with_newest(set(places.values()) - self._restarted)
-                completions |= {
-                    index: completion
-                    for (index, url), completion in zip(places.items(), found, strict=True)
-                    if completion is not None and url in current
-                }
-                if len(completions) == len(requests):
-                    return [completions[index] for index in range(len(requests))]
+            if answer is None:
+                return None
+            return completion_of(answer.content, has_lists=listed_tokens(sampling) > 0)
+
+        for _ in range(_TRIES):
+            urls = self._current_urls()
+            self._restarted.clear()
+            places = {
+                index: urls[(self._rank + prompt) % len(urls)]
+                for index, prompt in enumerate(prompts)
+                if index not in completions
+            }
+            found = await self._unless_silent(
+                (ask(index, url) for index, url in places.items()), self._answer_timeout
+            )
+            # A server that started again may have answered some requests before its weights were renewed.
+            current = await self._with_newest(set(places.values()) - self._restarted)
+            completions |= {
+                index: completion
+                for (index, url), completion in zip(places.items(), found, strict=True)
+                if completion is not None and url in current
+            }
+            if len(completions) == len(requests):
+                return [completions[index] for index in range(len(requests))]
         raise RunFailure("vLLM servers fail and are restarted repeatedly", where=" ".join(self._urls))
 
     def _body(self, request: Request, sampling: Sampling) -> dict[str, Any]:
@@ -227,7 +297,8 @@ class VLLMServerRollout(CompletionRollout):
             "return_token_ids": True,
             "return_tokens_as_token_ids": True,
         }
-        return body | self._parameters(sampling, request)
+        first = {"priority": -1} if self._in_flight else {}
+        return body | first | self._salt | self._parameters(sampling, request)
 
     def _current_urls(self) -> list[str]:
         """The servers with the newest weights.
@@ -261,7 +332,8 @@ class VLLMServerRollout(CompletionRollout):
 
     async def _renew_or_lose(self, client: httpx.AsyncClient, url: str) -> None:
         if self._newest.weights:
-            await self._load(client, url, self._newest, with_weights=not self._newest.adapter)
+            adapter = self._newest.adapter
+            await self._load(client, url, last=adapter, with_weights=not adapter)
         else:
             self._lost.add(url)
 
@@ -271,11 +343,13 @@ class VLLMServerRollout(CompletionRollout):
         weights: Iterator[tuple[str, Tensor]] | None,
         adapter: SavedAdapter | None,
         policy_version: int,
-    ) -> PublishedPaths:
-        """Sends a weight version to every server; returns its directories."""
+    ) -> tuple[PublishedPaths, bool]:
+        """Broadcasts or writes a weight version; its directories, and whether servers must read weights."""
         newest = replace(self._newest, tag=f"{policy_version}-{uuid.uuid4().hex[:12]}")
         starts = self._replicas if self._replicas and not self._replicas.is_started else None
         if weights is not None and self._broadcast and self._forms_group(self._broadcast):
+            if self._in_flight:  # chunk by chunk: until the last one, the weights are a mixture
+                self._loop.run(self._everywhere(self._pause, _SYNC_S))
             self._broadcast.send(weights)
             weights, newest = None, replace(newest, weights="")
         if weights is not None:
@@ -285,9 +359,7 @@ class VLLMServerRollout(CompletionRollout):
             newest = replace(newest, adapter=str(self._adapters.publish(name, adapter.save)))
         if starts:
             starts.start()  # each server loads the newest weights on start
-        load = partial(self._load, newest=newest, with_weights=not (weights is None or starts))
-        _result_of(self._everywhere(load, max(self._answer_timeout, _SYNC_S)))
-        return newest
+        return newest, not (weights is None or starts)
 
     def _forms_group(self, broadcast: WeightBroadcast) -> bool:
         """Whether every server is in the group; if none can be formed, weights are sent as files from now on.
@@ -297,7 +369,7 @@ class VLLMServerRollout(CompletionRollout):
         """
         try:
             tags = (
-                _result_of(self._everywhere(self._tag, self._answer_timeout))
+                self._loop.run(self._everywhere(self._tag, self._answer_timeout))
                 if broadcast.is_connected
                 else []
             )
@@ -325,25 +397,21 @@ class VLLMServerRollout(CompletionRollout):
         Raises:
             RunFailure: an engine has produced no token for `patience` seconds.
         """
-        together: asyncio.Future[list[_Result]] = asyncio.gather(*work)
-        tasks: list[asyncio.Future[Any]] = [together]
-        tasks += [asyncio.create_task(_until_silent(url, patience)) for url in self._urls]
+        watching = [asyncio.create_task(_until_silent(url, patience)) for url in self._urls]
         try:
-            done, _ = await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
-            if together not in done:
-                done.pop().result()  # raises
-            return await together
+            return await _first(asyncio.gather(*work), watching)
         finally:
-            for task in tasks:
+            for task in watching:
                 task.cancel()
 
-    async def _load(
-        self, client: httpx.AsyncClient, url: str, newest: PublishedPaths, *, with_weights: bool
-    ) -> None:
-        last = self._newest.adapter
+    async def _load(self, client: httpx.AsyncClient, url: str, *, last: str, with_weights: bool) -> None:
+        """Gives a server the newest weights; `last` is the adapter that it has, unless it was restarted."""
+        newest = self._newest
         has_last = bool(last) and await self._has(client, url, last)
         if has_last and newest.adapter == last:
             return
+        if self._in_flight:
+            await self._pause(client, url)
         # A server without the last adapter was restarted, possibly without the current base.
         if with_weights or (last and not has_last):
             if self._starts_empty:
@@ -352,12 +420,20 @@ class VLLMServerRollout(CompletionRollout):
                 await self._send(client, url, "/collective_rpc", loader)
             reload = {"method": "reload_weights", "kwargs": {"weights_path": newest.weights}}
             await self._send(client, url, "/collective_rpc", reload)
-        await self._send(client, url, "/reset_prefix_cache", {})
+        if not self._in_flight:
+            await self._send(client, url, "/reset_prefix_cache", {})
         if newest.adapter:
             await self._adapt(client, url, newest.adapter)
         if has_last:
             await self._send(client, url, "/v1/unload_lora_adapter", {"lora_name": last})
         await self._send(client, url, "/update_weight_version", {"new_version": newest.tag})
+        if self._in_flight:
+            await self._send(client, url, "/resume", {})
+
+    async def _pause(self, client: httpx.AsyncClient, url: str) -> None:
+        """Open requests wait for `/resume`; with `recompute` new weights then read them again."""
+        clears = str(self._cache == "recompute").lower()
+        await self._send(client, url, f"/pause?mode=keep&clear_cache={clears}", {})
 
     async def _has(self, client: httpx.AsyncClient, url: str, adapter: str) -> bool:
         models = (await self._send(client, url, "/v1/models")).json()["data"]
@@ -374,23 +450,30 @@ class VLLMServerRollout(CompletionRollout):
                 f"the adapter was not loaded: {error.what}", where=url, fix=MERGE_LORA
             ) from error
 
-    async def _ask(self, client: httpx.AsyncClient, url: str, body: dict[str, Any]) -> httpx.Response | None:
+    async def _ask(
+        self, client: httpx.AsyncClient, url: str, path: str, body: dict[str, Any]
+    ) -> httpx.Response | None:
         """Samples; a server that could not be reached may return with other weights. None: it lost them."""
-
-        async def renew() -> None:
-            async with self._renewing[url]:  # by one of the requests that failed
-                if self._newest.adapter:
-                    await self._renew_or_lose(client, url)
-                elif await self._tag(client, url) != self._newest.tag:
-                    self._restarted.add(url)
-                    await self._renew_or_lose(client, url)
-            if url in self._lost:
-                raise _WeightsLost
-
         try:
-            return await self._send(client, url, "/v1/completions", body, renew)
+            return await self._send(client, url, path, body, partial(self._renew, client, url))
         except _WeightsLost:
             return None
+
+    async def _renew(self, client: httpx.AsyncClient, url: str) -> None:
+        """Gives a server the newest weights if it has others.
+
+        Raises:
+            _WeightsLost: it cannot get them.
+        """
+        self.num_repeated += 1
+        async with self._renewing[url]:  # by one of the requests that failed
+            if self._newest.adapter:
+                await self._renew_or_lose(client, url)
+            elif await self._tag(client, url) != self._newest.tag:
+                self._restarted.add(url)
+                await self._renew_or_lose(client, url)
+        if url in self._lost:
+            raise _WeightsLost
 
     async def _send(
         self,
@@ -434,24 +517,74 @@ class VLLMServerRollout(CompletionRollout):
             if time.monotonic() > deadline:
                 raise RunFailure(f"a vLLM server does not answer any more: {words}", where=url)
 
+    @contextlib.asynccontextmanager
+    async def _connection(self, slots: asyncio.Semaphore) -> AsyncIterator[httpx.AsyncClient]:
+        """A client for one request, which waits for it as long as it takes."""
+        async with slots:
+            client = self._unused.pop() if self._unused else self._client(timeout=None)
+            try:
+                yield client
+            finally:
+                self._unused.append(client)
+
     def _client(self, timeout: float | None) -> httpx.AsyncClient:
         return httpx.AsyncClient(
             headers=authorization(),
             timeout=httpx.Timeout(timeout, connect=30),
-            limits=httpx.Limits(max_keepalive_connections=1),
+            limits=httpx.Limits(max_keepalive_connections=1, keepalive_expiry=_IDLE_S),
             verify=self._tls,
             trust_env=False,  # proxies of the environment are for external hosts, not for engines
         )
 
 
-def _result_of(work: Coroutine[Any, Any, _Result]) -> _Result:
-    """Runs a coroutine; in another thread if this one has a running event loop, as in a notebook."""
-    try:
-        asyncio.get_running_loop()
-    except RuntimeError:
-        return asyncio.run(work)
-    with ThreadPoolExecutor(1, thread_name_prefix="rollouts") as thread:  # the watchdog monitors this name
-        return thread.submit(asyncio.run, work).result()
+class _Loop:
+    """An event loop in a thread, so that several threads, and a notebook's too, can wait for coroutines."""
+
+    def __init__(self) -> None:
+        self._loop, self._is_closed = asyncio.new_event_loop(), False
+        # The watchdog monitors threads of this name. It never ends, so that a late call is refused.
+        threading.Thread(target=self._loop.run_forever, name="rollouts-http", daemon=True).start()
+
+    def run(self, work: Coroutine[Any, Any, _Result]) -> _Result:
+        """The result of a coroutine.
+
+        Raises:
+            RunFailure: the loop was closed.
+        """
+        try:
+            return asyncio.run_coroutine_threadsafe(self._unless_closed(work), self._loop).result()
+        except CancelledError as error:
+            raise RunFailure(_CLOSED) from error
+
+    async def _unless_closed(self, work: Coroutine[Any, Any, _Result]) -> _Result:
+        if self._is_closed:
+            work.close()
+            raise RunFailure(_CLOSED)
+        return await work
+
+    def close(self) -> None:
+        """Cancels everything that runs, and refuses what follows; may be called more than once."""
+
+        async def cancel() -> None:
+            self._is_closed = True
+            others = asyncio.all_tasks() - {asyncio.current_task()}
+            for task in others:
+                task.cancel()
+            await asyncio.gather(*others, return_exceptions=True)
+
+        asyncio.run_coroutine_threadsafe(cancel(), self._loop).result()
+
+
+async def _first(work: asyncio.Future[_Result], watching: Sequence[asyncio.Task[None]]) -> _Result:
+    """The result of `work`, unless one of `watching` raises before."""
+    everything: list[asyncio.Future[Any]] = [work, *watching]
+    await asyncio.wait(everything, return_when=asyncio.FIRST_COMPLETED)
+    if not work.done():
+        work.cancel()
+        for task in watching:
+            if task.done():
+                task.result()  # raises
+    return await work
 
 
 async def _until_silent(url: str, patience: float) -> None:
@@ -483,7 +616,7 @@ def completion_of(answer: bytes, *, has_lists: bool) -> Completion:
     [choice] = json.loads(answer)["choices"]
     token_ids, log_probs = np.array(choice["token_ids"], dtype=np.int64), choice["logprobs"]
     lists = log_probs.get("top_logprobs") if has_lists else None
-    listed = versions = None
+    listed = None
     if lists and all(lists) and next(iter(lists[0])).startswith("token_id:"):
         names = " ".join(chain.from_iterable(lists)).replace("token_id:", "")
         values = chain.from_iterable(map(dict.values, lists))
@@ -492,10 +625,40 @@ def completion_of(answer: bytes, *, has_lists: bool) -> Completion:
             np.fromstring(names, dtype=np.int64, sep=" "),
             np.fromiter(values, dtype=np.float32),
         )
-    if spans := choice.get("weight_versions"):  # tags of `PublishedPaths`
-        numbers = [int(span["version"].partition("-")[0]) for span in spans]
-        versions = np.repeat(numbers, [span["end"] - span["start"] for span in spans])
     of_tokens = np.array(log_probs["token_logprobs"], dtype=np.float32)
     routed = choice.get("routed_experts")  # a file of NumPy in base64
     experts = np.load(io.BytesIO(base64.b64decode(routed)), allow_pickle=False) if routed else None
-    return Completion(token_ids, of_tokens, choice.get("finish_reason"), listed, versions, experts)
+    return Completion(token_ids, of_tokens, choice.get("finish_reason"), listed, experts=experts)
+
+
+def generated(answer: bytes, versions: Mapping[str, int]) -> Completion | None:
+    """Converts a server's answer at `GENERATE`; None: some token is of weights that this run did not send.
+
+    Args:
+        versions: number of updates by tag of the weights.
+
+    Raises:
+        RunFailure: the server does not report which weights sampled a token.
+    """
+    [choice] = json.loads(answer)["choices"]
+    if "weight_versions" not in choice:
+        what, fix = "the server does not report which weights sampled a token", "use vLLM 0.32 or newer"
+        raise RunFailure(what, where="rollout.in_flight", fix=fix)
+    spans, tokens = choice["weight_versions"] or [], choice["logprobs"]["content"]
+    known = [versions.get(span["version"]) for span in spans]
+    lengths = [span["end"] - span["start"] for span in spans]
+    if None in known or sum(lengths) != len(tokens):
+        return None
+    lists = [token["top_logprobs"] for token in tokens]
+    together = list(chain.from_iterable(lists))
+    return Completion(
+        np.array([token["token_id"] for token in tokens], dtype=np.int64),
+        np.array([token["logprob"] for token in tokens], dtype=np.float32),
+        choice.get("finish_reason"),
+        (
+            np.array([len(found) for found in lists], dtype=np.int64),
+            np.array([one["token_id"] for one in together], dtype=np.int64),
+            np.array([one["logprob"] for one in together], dtype=np.float32),
+        ),
+        np.repeat(np.array(known, dtype=np.int64), lengths),
+    )

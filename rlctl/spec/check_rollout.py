@@ -172,6 +172,37 @@ def sampling_ahead_is_possible(spec: RunSpec) -> Problems:
 
 
 @spec_check
+def sampling_in_flight_is_possible(spec: RunSpec) -> Problems:
+    """Only engines in separate processes, which report the version of each token, sample during a sync."""
+    rollout, key = spec.rollout, "rollout.in_flight"
+    if rollout.paces and not rollout.in_flight:
+        what = "only sampling in flight can be paced"
+        yield error("rollout.beyond_max_age", what, "write drop, or set rollout.in_flight: true")
+    if not rollout.in_flight:
+        return
+    if rollout.mode not in spec.rollout_engine.samples_in_flight:
+        what = f"{rollout.name} with rollout.mode: {rollout.mode} cannot sample while its weights are updated"
+        fix = "set rollout.name: vllm and rollout.mode: server; or leave it out"
+        yield error(key, what, f"{fix}, and set rollout.max_staleness to sample ahead")
+    if not rollout.max_staleness:
+        what = "nothing is sampled during training: rollout.max_staleness is 0"
+        yield error(key, what, "set rollout.max_staleness to 1 or more")
+    if spec.syncs_adapter:
+        what = "a response keeps the adapter that it began with, and its tokens would have the wrong version"
+        yield error(key, what, "set rollout.merge_lora: true")
+    if spec.actor.routing_replay:
+        what = "the experts of a response that several versions sampled, or read again, are not one record"
+        yield error("actor.routing_replay", f"{key}: {what}", "set one of them to false")
+    if spec.environment.lockstep:
+        what = "engines are used as soon as a turn is due"
+        yield error("environment.lockstep", f"{key}: {what}", "set one of them to false")
+    if rollout.paces and spec.batches_ahead < 0:
+        what = f"the weights of the engine are up to {spec.updates_per_batch * (rollout.sync_every - 1)} "
+        what += "updates old when a group begins (rollout.sync_every)"
+        yield error("rollout.max_age_updates", what, "set it to this number or more, or sync_every: 1")
+
+
+@spec_check
 def passthrough_is_free(spec: RunSpec) -> Problems:
     """Options passed to an engine must not contradict what the spec sets."""
     given, key = spec.rollout.engine_kwargs, "rollout.engine_kwargs"

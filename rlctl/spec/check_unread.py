@@ -24,6 +24,8 @@ _SWITCHES: dict[str, tuple[str, object]] = {
         " ".join(CORRECTION + name for name in names): (CORRECTION + switch, None)
         for switch, names in READ_WITH.items()
     },
+    "rollout.stale_cache": ("rollout.in_flight", False),
+    "rollout.beyond_max_age": ("rollout.max_age_updates", None),
     "reward.overlong.penalty_factor": ("reward.overlong.buffer_length", 0),
     "trainer.guardrails.": ("trainer.guardrails.mode", "off"),
 }
@@ -41,6 +43,10 @@ _READ: dict[str, tuple[Callable[[RunSpec], bool], str]] = {
     "rollout.server.": (
         lambda spec: spec.has_rollout_servers,
         "no engine runs in a separate process, as with rollout.mode: server and rollout.name: vllm",
+    ),
+    "rollout.max_age_updates": (
+        lambda spec: bool(spec.batches_ahead) or spec.rollout.sync_every > 1,
+        "every response is sampled with the newest weights",
     ),
     "rollout.server.placement": (
         lambda spec: not spec.rollout.server.urls,

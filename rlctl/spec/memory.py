@@ -254,7 +254,7 @@ class _Estimate:
         if not spec.has_rollout_servers:
             parts += [*rollout_workspace(spec, policy.shape, self.gpu_bytes), self._cache()]
         if count := spec.algorithm.rollout_correction.score_centering:
-            parts.append(self._listed_tokens(count, max(spec.rollout.staleness, spec.rollout.max_staleness)))
+            parts.append(self._listed_tokens(count, spec.batches_ahead))
         if spec.lists_teacher:
             parts.append(self._listed_tokens(spec.algorithm.teacher.top_k, 0))
         return [*parts, *self._policy_pass()]

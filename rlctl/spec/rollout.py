@@ -32,6 +32,9 @@ class EngineCapabilities:
     checks_syncs: bool = True
     #: values of `rollout.mode` in which it supports `rollout.max_staleness`
     samples_while_training: frozenset[str] = frozenset()
+    #: values of `rollout.mode` in which it supports `rollout.in_flight`: it has `sample_in_flight` and
+    #: `cancel_requests`
+    samples_in_flight: frozenset[str] = frozenset()
     #: it receives only the LoRA adapter and applies it; otherwise it gets merged weights
     applies_adapters: bool = False
     takes_engine_kwargs: bool = False  # it reads `rollout.engine_kwargs`
@@ -161,9 +164,27 @@ class RolloutSpec(Section):
     `rollout.engine_kwargs.enforce_eager=true`."""
     max_staleness: int = Field(default=0, ge=0)
     """Maximum number of batches to sample ahead during training, with the newest weights; 0: do not."""
+    in_flight: bool = False
+    """Sample on while weights are updated: open responses continue with the new weights, and a batch consists
+    of the groups that are ready first. `max_staleness` batches of groups are open or wait during training."""
+    stale_cache: Literal["recompute", "clear", "keep"] = "recompute"
+    """Cached keys and values of older weights after an update in flight. `recompute`: new weights read open
+    responses again; `clear`: open responses keep theirs, later requests use none; `keep`: they may use them,
+    too."""
+    max_age_updates: Annotated[int | None, NullWord] = Field(default=None, ge=0)
+    """Largest age of an episode at training: optimizer updates since the weights that sampled its first
+    token; null: no limit."""
+    beyond_max_age: Literal["drop", "down_weight", "pace"] = "drop"
+    """Episodes beyond `max_age_updates`: `drop` excludes them; `down_weight` multiplies their advantages by
+    (1 + limit) / (1 + age); `pace` prevents them: fewer groups are open, and a batch waits for the oldest."""
     staleness: int = Field(default=0, ge=0)
     """Train every batch on responses that were sampled this many batches ago; for studies of stale data."""
     val_kwargs: ValKwargs = ValKwargs()
+
+    @property
+    def paces(self) -> bool:
+        """Whether fewer groups are open, so that none is older than `max_age_updates`."""
+        return self.max_age_updates is not None and self.beyond_max_age == "pace"
 
 
 class RewardTerm(Section):

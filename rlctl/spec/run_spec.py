@@ -171,6 +171,15 @@ class RunSpec(Section):
         return max(1, self.data.train_batch_size // self.ppo_mini_batch_size) * self.actor.ppo_epochs
 
     @property
+    def batches_ahead(self) -> int:
+        """Batches that are sampled before they are due; below 0: all weights are older than permitted."""
+        rollout = self.rollout
+        ahead = max(rollout.staleness, rollout.max_staleness)
+        if not rollout.paces:
+            return ahead
+        return min(ahead, (rollout.max_age_updates or 0) // self.updates_per_batch - rollout.sync_every + 1)
+
+    @property
     def critic_updates_per_batch(self) -> int:
         """Optimizer steps of the critic per batch."""
         return max(1, self.data.train_batch_size // self.critic_mini_batch_size) * self.critic_epochs

@@ -20,6 +20,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from rlctl.algos.segments import Moments
 from rlctl.errors import RunFailure
 from rlctl.train.guardrails import Guardrails
 from rlctl.train.ratio_parts import ENGINE, ratio_metrics, ratio_sums
@@ -37,6 +38,8 @@ from rlctl.train.settings import (
 from rlctl.train.step_metrics import (
     Notices,
     StepTimer,
+    age_metrics,
+    age_sums,
     batch_metrics,
     environment_metrics,
     environment_sums,
@@ -143,11 +146,16 @@ def describe_batch(run: Run, batch: TokenBatch, graded: Graded) -> dict[str, flo
     """
     spec = run.spec
     sampled = episode_sums(graded, run.policy_version, spec.data.max_prompt_length)
+    has_ages = spec.rollout.in_flight or spec.rollout.max_age_updates is not None
+    if has_ages:
+        sampled |= age_sums(graded, run.policy_version, spec.rollout.max_age_updates)
     sums = run.ranks.all_reduce({name: value.to(run.ranks.device) for name, value in sampled.items()})
     sums |= run.data_ranks.all_reduce(token_sums(batch))
     metrics = batch_metrics(sums, compares_siblings=spec.algorithm.estimator_needs("group_ids"))
     errors = graded.rewards.errors + (graded.baseline.errors if graded.baseline else [])
     refuse_ungraded(run, metrics["reward/num_errors"], spec.data.train_batch_size * spec.rollout.n, errors)
+    if has_ages:
+        metrics |= age_metrics(sums, Moments.read(sums, "score").count)
     return metrics | (describe_episodes(run, graded) if spec.environment.has_episodes else {})
 
 

@@ -24,7 +24,7 @@ from rlctl.prefix import body_of
 from rlctl.rollout.ends import end_ids, unknown_end
 from rlctl.rollout.engines import EngineContext, build_rollout
 from rlctl.rollout.hf import DTYPES, into_precision
-from rlctl.rollout.protocol import EngineLock, LockedRollout
+from rlctl.rollout.protocol import EngineLock, InFlightRollout, LockedRollout
 from rlctl.routing import REPLAY, Mixture
 from rlctl.spec.algorithm import ActorSpec, CriticSpec
 from rlctl.spec.run_spec import RunSpec
@@ -44,7 +44,7 @@ class Models:
 
     tokenizer: Any
     rollout: LockedRollout
-    sampling_ahead: LockedRollout
+    sampling_ahead: LockedRollout | InFlightRollout
     actor: TrainEngine
     base: BasePolicy | None
     ref: ReferencePolicy | None
@@ -143,7 +143,8 @@ def build_models(
     lock = EngineLock()
     offloadable = OffloadedBase(model) if spec.engine.offload_base else None
     trainers = LockedRollout(rollout, lock, first=True, offloadable=offloadable)
-    ahead = LockedRollout(rollout, lock, first=False)
+    in_flight = spec.rollout.in_flight
+    ahead = InFlightRollout(rollout) if in_flight else LockedRollout(rollout, lock, first=False)
     notes = _endless(tokenizer, end_ids(tokenizer, model.generation_config))
     return Models(tokenizer, trainers, ahead, actor, base, ref, teacher, critic, sequence, data_ranks, notes)
 

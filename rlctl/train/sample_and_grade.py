@@ -22,7 +22,7 @@ from rlctl.reward.protocol import Graded, RewardResult
 from rlctl.rollout.protocol import Sampling, sampling_of, step_seed
 from rlctl.train.run import is_sync_due
 from rlctl.train.step_metrics import StepTimer
-from rlctl.train.stream import PromptDraws
+from rlctl.train.stream import PromptDraws, placed
 
 if TYPE_CHECKING:
     from rlctl.batch import Group
@@ -43,10 +43,18 @@ def sample_and_grade(run: Run, step: int, timer: StepTimer) -> Graded:
         return Graded(groups, rewards, greedy_baseline(run, step, groups, timer), cost)
     with timer("gen"):
         groups = run.stream.take(step)
+    counts = {}
+    if run.spec.rollout.max_staleness:
+        counts["rollout/restarted_episodes"] = float(run.stream.num_restarted)
+    if run.spec.rollout.in_flight:
+        counts["rollout/open_groups"] = float(run.stream.num_open)
+        counts["rollout/repeated_requests"] = float(run.rollout.num_repeated)
     baseline = greedy_baseline(run, step, groups, timer)
     with timer("reward"):
         rewards = run.reward.score([episode for group in groups for episode in group])
-    return Graded(groups, rewards, baseline, {})
+    if counts:
+        counts = dict(zip(counts, run.ranks.sum([*counts.values()]), strict=True))
+    return Graded(groups, rewards, baseline, counts)
 
 
 def greedy_baseline(run: Run, step: int, groups: list[Group], timer: StepTimer) -> RewardResult | None:
@@ -159,7 +167,7 @@ def filtered_groups(
     first = 0
     for prompt, sampled in rounds.own:
         if prompt.place in places:
-            groups.append(_placed(sampled, places[prompt.place], 1.0 / prompt.chance))
+            groups.append(placed(sampled, places[prompt.place], 1.0 / prompt.chance))
             chosen += range(first, first + len(sampled))
         first += len(sampled)
     graded = RewardResult.joined(rounds.graded)
@@ -239,12 +247,6 @@ def _summary(drawn: DrawnPrompt, group: Group, graded: RewardResult) -> _Summary
         failed=int((~graded.valid & ~aborted).sum()),
         tokens=sum(episode.num_sampled for episode in group),
     )
-
-
-def _placed(group: Group, place: int, weight: float) -> Group:
-    """The group with its place in the batch as `group_id`."""
-    task = replace(group[0].task, group_id=place, weight=weight)
-    return tuple(replace(episode, task=task) for episode in group)
 
 
 def draw_next_prompts(run: Run, draws: PromptDraws, count: int, first: int) -> list[DrawnPrompt]:

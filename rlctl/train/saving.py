@@ -107,7 +107,6 @@ def save_checkpoint(run: Run, step: int, best: int | None = None) -> None:
     """Saves the state of `run` after `step`; see `Saver.save`. The checkpoint of `best` is never removed."""
     ranks, spec = run.ranks, run.spec
     root = run.run_dir / CHECKPOINTS
-    run.stream.drain()
     if run.rollout_writer:  # a resumed run does not repeat these steps: store their rollouts
         run.rollout_writer.flush()
     has = {"critic": run.critic, "waiting": run.stream.is_ahead, ADAPTER: spec.model.lora_rank}
@@ -199,8 +198,7 @@ def restore(spec: RunSpec, models: Models, stream: RolloutStream, run_dir: Path,
         )
     [checkpoint] = shared
     state, actor = checkpoint.state, models.actor
-    ahead = max(spec.rollout.staleness, spec.rollout.max_staleness)
-    if state.world_size != ranks.world_size and ahead:
+    if state.world_size != ranks.world_size and spec.batches_ahead:
         raise UsageError(
             f"batches sampled ahead are those of {state.world_size} ranks, this run has {ranks.world_size}",
             where=str(checkpoint.path),

@@ -21,7 +21,7 @@ from rlctl.registry import ADVANTAGE_ESTIMATORS
 from rlctl.spec.algorithm import AlgorithmSpec
 from rlctl.spec.base import params_of
 from rlctl.train.deal import deal, in_passes
-from rlctl.train.step_metrics import StepTimer
+from rlctl.train.step_metrics import StepTimer, ages_of
 
 if TYPE_CHECKING:
     from rlctl.batch import ModelInputs
@@ -38,8 +38,15 @@ def train_batch(spec: RunSpec, ranks: Ranks, graded: Graded, policy_version: int
         ranks: all ranks of the run.
         policy_version: number of optimizer updates in the trained policy.
     """
-    chosen = graded.valid.nonzero().squeeze(1).tolist()
+    rollout, limit = spec.rollout, spec.rollout.max_age_updates
+    ages = ages_of(graded.episodes, policy_version)
+    is_older = ages > (math.inf if limit is None else limit)
+    drops, down_weights = (rollout.beyond_max_age == choice for choice in ("drop", "down_weight"))
+    chosen = (graded.valid & ~(is_older & drops)).nonzero().squeeze(1).tolist()
     batch = TokenBatch.of([graded.episodes[place] for place in chosen], ranks.device)
+    if limit is not None and down_weights:
+        factors = torch.where(is_older, (1 + limit) / (1 + ages), 1.0)[chosen].to(batch.prompt_weights)
+        batch = replace(batch, prompt_weights=batch.prompt_weights * factors)
     baseline = None if graded.baseline is None else graded.baseline.scores[chosen].to(ranks.device)
     rewards = _at_last_token(graded.rewards.scores[chosen].to(ranks.device), batch.units.episode)
     batch = replace(

@@ -32,7 +32,7 @@ from rlctl.train.run import Run, is_sync_due
 from rlctl.train.saving import Restored, past_metrics, restore
 from rlctl.train.score_batch import kl_controller
 from rlctl.train.stop import StopRequest, Watchdog
-from rlctl.train.stream import PromptDraws, RolloutStream, sample_groups
+from rlctl.train.stream import PromptDraws, RolloutStream, places_of, sample_groups
 from rlctl.train.sync import check_first_sync
 
 
@@ -147,19 +147,27 @@ def _stream(
     total_steps: int,
     stack: contextlib.ExitStack,
 ) -> RolloutStream:
-    """Batches sampled in this thread or, with `rollout.max_staleness`, in another one during training."""
-    if not spec.rollout.max_staleness:
-        sample = partial(sample_groups, spec, ranks, prompts, models.rollout, episodes)
-        return RolloutStream(sample, ahead=spec.rollout.staleness, last_step=total_steps)
+    """Groups sampled in this thread or, with `rollout.max_staleness`, in others during training."""
+    rollout = spec.rollout
+    source = models.sampling_ahead if rollout.max_staleness else models.rollout
+    sample = partial(sample_groups, spec, ranks, prompts, source, episodes)
+    ahead, executor = spec.batches_ahead, None
+    places = places_of(spec, ranks) if rollout.in_flight else None
 
     def enter() -> None:
         if ranks.device.type == "cuda":  # a new thread starts on GPU 0, not on the GPU of this rank
             torch.cuda.set_device(ranks.device)
 
-    executor = ThreadPoolExecutor(1, thread_name_prefix="rollouts", initializer=enter)
-    stack.callback(executor.shutdown, wait=True, cancel_futures=True)
-    sample = partial(sample_groups, spec, ranks, prompts, models.sampling_ahead, episodes)
-    return RolloutStream(sample, ahead=spec.rollout.max_staleness, last_step=total_steps, executor=executor)
+    if rollout.max_staleness:
+        threads = (1 + ahead) * len(places) if places else 1
+        executor = ThreadPoolExecutor(threads, thread_name_prefix="rollouts", initializer=enter)
+        stack.callback(executor.shutdown, wait=True, cancel_futures=True)
+        if rollout.in_flight:  # before that: open groups end, and are sampled again in a resumed run
+            stack.callback(models.sampling_ahead.close)
+    in_order = not rollout.in_flight or rollout.paces
+    return RolloutStream(
+        sample, ahead=ahead, last_step=total_steps, executor=executor, places=places, in_order=in_order
+    )
 
 
 def _sources(spec: RunSpec, ranks: Ranks) -> tuple[str, list[str], list[str]]:

@@ -17,7 +17,7 @@ from torch import Tensor
 from rlctl.algos.correction import clamped_exp
 from rlctl.algos.estimators import has_spread
 from rlctl.algos.segments import HostSums, Moments, Sums, moments, ratio
-from rlctl.batch import TokenBatch
+from rlctl.batch import Episode, TokenBatch
 from rlctl.environment.protocol import STOP_REASONS
 from rlctl.reward.protocol import FailureKind
 
@@ -53,16 +53,12 @@ def episode_sums(graded: Graded, policy_version: int, max_prompt_length: int) ->
         return torch.tensor(float(count), dtype=torch.float64)
 
     prompts = of_each(len(episode.task.prompt_ids) for episode in episodes)
-    oldest = (
-        min((int(s.versions.min()) for s in e.sequences if len(s.versions)), default=policy_version)
-        for e in episodes
-    )
     groups = torch.tensor([episode.task.group_id for episode in graded.episodes], dtype=torch.int64)[valid]
     spread = has_spread(rewards.graded[valid], groups)
     sums = moments("score", rewards.scores[valid])
     sums |= moments("response_length", of_each(episode.num_sampled for episode in episodes))
     sums |= moments("prompt_length", prompts)
-    sums |= moments("staleness", policy_version - of_each(oldest))
+    sums |= moments("staleness", ages_of(episodes, policy_version))
     for term, scores in rewards.parts.items():
         sums |= moments(f"term.{term}", scores.nan_to_num(), valid & ~scores.isnan())
         sums[f"errors.{term}"] = number(rewards.errors_by_term.get(term, 0))
@@ -76,6 +72,64 @@ def episode_sums(graded: Graded, policy_version: int, max_prompt_length: int) ->
         "groups": number(num_groups),
         "flat_groups": number(num_groups - len(set(groups[spread].tolist()))),
     }
+
+
+def ages_of(episodes: Sequence[Episode], policy_version: int) -> Tensor:
+    """(E,) float64: optimizer updates from the weights that sampled the oldest token to the trained policy.
+
+    0 for an episode without sampled tokens.
+    """
+    oldest = [
+        min((int(s.versions.min()) for s in e.sequences if len(s.versions)), default=policy_version)
+        for e in episodes
+    ]
+    return policy_version - torch.tensor(oldest, dtype=torch.float64)
+
+
+def age_sums(graded: Graded, policy_version: int, limit: int | None) -> Sums:
+    """Sums over the graded episodes that this rank sampled, by age.
+
+    Moments: `age` per token, and with a limit, for the episodes `older` than it and those `within` it,
+    `length` in sampled tokens, `score`, and `prompt_score`, the mean score of the group's graded episodes.
+    Counts: `mixed` episodes, whose tokens were sampled by more than one version.
+    """
+    places = graded.valid.nonzero().squeeze(1)
+    episodes = [graded.episodes[place] for place in places.tolist()]
+    scores = graded.rewards.graded[places].double()
+    none = torch.empty(0, dtype=torch.int64)
+    versions = [torch.cat([none, *(s.versions for s in episode.sequences)]) for episode in episodes]
+    sums = moments("age", policy_version - torch.cat([none, *versions]))
+    sums["mixed"] = torch.tensor(float(sum(len(set(found.tolist())) > 1 for found in versions)))
+    if limit is None:
+        return sums
+    groups = torch.tensor([episode.task.group_id for episode in episodes], dtype=torch.int64)
+    prompt_scores = torch.bincount(groups, scores) / torch.bincount(groups)
+    columns = {
+        "length": torch.tensor([float(episode.num_sampled) for episode in episodes]),
+        "score": scores,
+        "prompt_score": prompt_scores[groups],
+    }
+    is_older = ages_of(episodes, policy_version) > limit
+    for name, values in columns.items():
+        sums |= moments(f"older.{name}", values, is_older) | moments(f"within.{name}", values, ~is_older)
+    return sums
+
+
+def age_metrics(sums: HostSums, num_episodes: float) -> dict[str, float]:
+    """`age/*` of the whole batch, from `age_sums`."""
+    tokens = Moments.read(sums, "age")
+    metrics = {
+        "age/token_mean": tokens.mean,
+        "age/mixed_episodes": ratio(sums["mixed"], num_episodes),
+    }
+    if "older.length.n" not in sums:
+        return metrics
+    metrics["age/older_episodes"] = sums["older.length.n"]
+    for part in ("older", "within"):
+        if sums[f"{part}.length.n"]:
+            for name in ("length", "score", "prompt_score"):
+                metrics[f"age/{part}_{name}"] = Moments.read(sums, f"{part}.{name}").mean
+    return metrics
 
 
 def environment_sums(graded: Graded, names: Iterable[str]) -> Sums:

@@ -1,18 +1,16 @@
 """Groups of each step: the queue of those sampled ahead, and the draws of dynamic sampling.
 
-Groups are sampled ahead in the same thread or concurrently. A checkpoint contains those that wait, and the
-draws.
+Groups are sampled ahead in the same thread or concurrently. A checkpoint contains those that wait, the
+numbers of those that are being sampled, and the draws.
 """
 
 from __future__ import annotations
 
 import json
 import math
-from collections import deque
-from collections.abc import Callable
-from concurrent.futures import Executor, Future
-from dataclasses import asdict, dataclass, field
-from itertools import takewhile
+from collections.abc import Callable, Sequence
+from concurrent.futures import FIRST_COMPLETED, Executor, Future, wait
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 
 import torch
@@ -24,7 +22,7 @@ from rlctl.data.prompts import PromptDataset
 from rlctl.engine.ranks import Ranks
 from rlctl.environment.build import EpisodeSource
 from rlctl.errors import RunFailure, first_line
-from rlctl.rollout.protocol import LockedRollout, sampling_of, step_seed
+from rlctl.rollout.protocol import InFlightRollout, LockedRollout, sampling_of, step_seed
 from rlctl.spec.run_spec import RunSpec
 
 _STATE = "rollouts_rank_{rank:05d}.pt"
@@ -36,12 +34,14 @@ def sample_groups(
     spec: RunSpec,
     ranks: Ranks,
     prompts: PromptDataset,
-    rollout: LockedRollout,
+    rollout: LockedRollout | InFlightRollout,
     source: EpisodeSource,
     step: int,
+    index: int,
 ) -> list[Group]:
-    """Samples this rank's groups of one step, of `rollout.n` episodes each."""
+    """Samples this rank's groups of a step, of `rollout.n` episodes each; in flight only that at `index`."""
     tasks = step_tasks(spec, ranks, prompts, step)
+    tasks = tasks[index : index + 1] if spec.rollout.in_flight else tasks
     seed = step_seed(spec.trainer.seed, step)
     groups = source.groups(rollout, tasks, spec.rollout.n, sampling_of(spec), seed)
     if spec.environment.has_episodes:  # ranks make different numbers of requests
@@ -53,8 +53,14 @@ def step_tasks(spec: RunSpec, ranks: Ranks, prompts: PromptDataset, step: int) -
     """This rank's tasks of one step; `group_id` is their index in the whole batch."""
     batch_size = spec.data.train_batch_size
     indices = prompts.batch_indices(step - 1, batch_size, seed=spec.trainer.seed, shuffle=spec.data.shuffle)
-    mine = rank_positions(batch_size, spec.ppo_mini_batch_size, rank=ranks.rank, world_size=ranks.world_size)
+    mine = places_of(spec, ranks)
     return prompts.tasks([indices[place] for place in mine], mine)
+
+
+def places_of(spec: RunSpec, ranks: Ranks) -> list[int]:
+    """`rank_positions` of a run's batches."""
+    sizes = spec.data.train_batch_size, spec.ppo_mini_batch_size
+    return rank_positions(*sizes, rank=ranks.rank, world_size=ranks.world_size)
 
 
 def rank_positions(
@@ -73,41 +79,65 @@ def rank_positions(
     ]
 
 
+def placed(group: Group, place: int, weight: float | None = None) -> Group:
+    """The group with its index in the whole batch as `group_id`, and with a weight."""
+    task = replace(group[0].task, group_id=place)
+    task = task if weight is None else replace(task, weight=weight)
+    return tuple(replace(episode, task=task) for episode in group)
+
+
 class RolloutStream:
     """A queue of groups that are sampled but not yet trained on.
 
-    With `ahead` 0 it is empty between steps; with k it holds the groups of k steps. Without an executor,
-    those of a step were sampled exactly k steps earlier, with the weights of that time; only those of the
-    first k steps are fresher. With an executor, they are sampled during training, each step's with the
-    newest weights when its sampling starts: none is older than k steps, and which are fresher depends on
-    timing.
+    It consists of jobs, which sample all groups of a step, or with `places` one group each. With `ahead` 0 it
+    is empty between steps; with k it holds the groups of k steps. Without an executor, those of a step were
+    sampled exactly k steps earlier, with the weights of that time; only those of the first k steps are
+    fresher. With an executor, they are sampled during training, each job's with the newest weights when its
+    sampling starts; taken in order, none is older than k steps, and which are fresher depends on timing.
+
+    A job that was being sampled when the checkpoint was written is sampled again in the resumed run, with the
+    same seeds. So every prompt is used once, however often a run was killed.
 
     Args:
-        sample: samples the groups of a step with the rollout engine's current weights.
+        sample: samples the groups of a job, given by its step and its index in the step, with the rollout
+            engine's current weights.
         ahead: maximum number of steps whose groups are sampled ahead.
         last_step: the run's last step; nothing is sampled for later steps.
-        executor: samples in a separate thread, one step after the other; None: in the calling thread.
+        executor: samples in separate threads; None: in the calling thread.
+        places: a job is one group, and these are the `group_id` of this rank's groups in a batch. None: a job
+            is a step.
+        in_order: jobs are taken in their order; otherwise those that are ready first.
     """
 
     def __init__(
         self,
-        sample: Callable[[int], list[Group]],
+        sample: Callable[[int, int], list[Group]],
         *,
         ahead: int,
         last_step: int,
         executor: Executor | None = None,
+        places: Sequence[int] | None = None,
+        in_order: bool = True,
     ) -> None:
-        self._sample = sample
-        self._ahead = ahead
-        self._last_step = last_step
-        self._next_step = 1  # the first step that is not sampled yet
-        self._executor = executor
-        self._waiting: deque[Future[list[Group]]] = deque()  # one entry per step
+        self._sample, self._executor = sample, executor
+        self._ahead, self._last_step = ahead, last_step
+        self._places, self._in_order = places, in_order
+        self._per_step = 1 if places is None else len(places)
+        self._taken = 0  # steps
+        self._next = 0  # the first job that has not been started
+        self._jobs: dict[int, Future[list[Group]]] = {}  # those that have been started and not taken
+        self._again: set[int] = set()  # those that were open in the checkpoint
+        self.num_restarted = 0  # episodes of the last batch that were open in the checkpoint
 
     @property
     def is_ahead(self) -> bool:
         """Whether groups may be waiting, which must then be saved."""
         return self._ahead > 0
+
+    @property
+    def num_open(self) -> int:
+        """Number of jobs that are being sampled."""
+        return sum(not job.done() for job in self._jobs.values())
 
     def take(self, step: int) -> list[Group]:
         """Returns the groups of `step`, which must follow the last step taken.
@@ -116,31 +146,36 @@ class RolloutStream:
             ValueError: the step is out of order.
             RunFailure: sampling it failed.
         """
-        if step != self._next_step - len(self._waiting):
-            raise ValueError(
-                f"step {step} is out of order: sampling up to step {self._next_step - 1} was started"
-            )
-        while self._next_step <= min(step + self._ahead, self._last_step):
-            self._waiting.append(self._start(self._next_step))
-            self._next_step += 1
-        return self._waiting.popleft().result()
+        if step != self._taken + 1:
+            raise ValueError(f"step {step} is out of order: it follows step {self._taken}")
+        end = min(step + self._ahead, self._last_step) * self._per_step
+        for job in [*sorted(self._again - self._jobs.keys()), *range(self._next, end)]:
+            self._jobs[job] = self._start(job)
+        self._next = max(self._next, end)
+        taken = self._first_jobs()
+        self._taken, self._jobs = step, {job: f for job, f in self._jobs.items() if job not in taken}
+        self.num_restarted = sum(len(g) for job in self._again & taken.keys() for g in taken[job])
+        self._again -= taken.keys()
+        groups = [group for job in sorted(taken) for group in taken[job]]
+        return groups if self._places is None else list(map(placed, groups, self._places))
 
-    def drain(self) -> None:
-        """Finishes the step being sampled and cancels later ones, which are sampled again when due."""
-        kept = [groups for groups in self._waiting if not groups.cancel()]
-        self._next_step -= len(self._waiting) - len(kept)
-        self._waiting = deque(kept)
-        for groups in kept:
-            groups.exception()  # waits; `take` raises the error
+    def _first_jobs(self) -> dict[int, list[Group]]:
+        """The jobs of a step and their groups; waits for them."""
+        jobs = sorted(self._jobs)
+        if self._in_order:
+            return {job: self._jobs[job].result() for job in jobs[: self._per_step]}
+        while True:
+            ready = {job: self._jobs[job].result() for job in jobs if self._jobs[job].done()}
+            if len(ready) >= self._per_step:
+                return dict(list(ready.items())[: self._per_step])
+            wait([job for job in self._jobs.values() if not job.done()], return_when=FIRST_COMPLETED)
 
     def save(self, directory: Path, rank: int) -> None:
-        """Writes the waiting groups, after `drain`, so that a resumed run trains on the same ones."""
+        """Writes the waiting groups and the open jobs, so that a resumed run trains on the same ones."""
         if not self._ahead:
             return
-        ready = takewhile(lambda groups: groups.done() and not groups.exception(), self._waiting)
-        waiting = [groups.result() for groups in ready]
-        next_step = self._next_step - len(self._waiting) + len(waiting)
-        state = {"next_step": next_step, "waiting": waiting}
+        ready = {job: f.result() for job, f in self._jobs.items() if f.done() and not f.exception()}
+        state = {"next": self._next, "waiting": ready, "open": sorted(self._jobs.keys() - ready)}
         torch.save(state, directory / _STATE.format(rank=rank))
 
     def resume(self, step: int, directory: Path, rank: int) -> None:
@@ -149,23 +184,27 @@ class RolloutStream:
         Raises:
             RunFailure: they are missing or cannot be read.
         """
+        self._taken, self._next = step, step * self._per_step
         if not self._ahead:
-            self._next_step = step + 1
             return
         path = directory / _STATE.format(rank=rank)
         try:
             with torch.serialization.safe_globals(list(_RECORDS)):
                 state = torch.load(path, weights_only=True)
-            steps = [[tuple(group) for group in groups] for groups in state["waiting"]]
-            if not all(isinstance(e, Episode) for groups in steps for group in groups for e in group):
+            found = {job: list(map(tuple, groups)) for job, groups in state["waiting"].items()}
+            if not all(isinstance(e, Episode) for groups in found.values() for g in groups for e in g):
                 raise ValueError("another version of rlctl wrote it")
-            self._next_step, self._waiting = state["next_step"], deque(map(_done, steps))
+            self._next, self._again = state["next"], set(state["open"])
+            self._jobs = {job: _done(groups) for job, groups in found.items()}
         except Exception as error:  # damaged files raise various errors in torch and pickle
             what = f"the groups waiting to be trained on cannot be read: {first_line(error)}"
             raise RunFailure(what, where=str(path)) from error
 
-    def _start(self, step: int) -> Future[list[Group]]:
-        return self._executor.submit(self._sample, step) if self._executor else _done(self._sample(step))
+    def _start(self, job: int) -> Future[list[Group]]:
+        step, index = divmod(job, self._per_step)
+        if self._executor:
+            return self._executor.submit(self._sample, step + 1, index)
+        return _done(self._sample(step + 1, index))
 
 
 def _done(groups: list[Group]) -> Future[list[Group]]:

@@ -149,13 +149,20 @@ def test_vllm_knows_every_argument_option_path_and_variable(end: str) -> None:
     of_servers = keys_given("rlctl/rollout/build_vllm.py", "replica_settings")
     assert {"load_format", "max_model_len", "tensor_parallel_size", "worker_cls"} <= options
     assert "weight_transfer_config" in of_servers
-    assert (options | of_servers) - {"text_config"} <= engine  # that one stands below hf_overrides
+    servers = engine | set(_fields(given, "FrontendArgs"))
+    servers |= set(_fields(given, "BaseFrontendArgs")) if given.defines("BaseFrontendArgs") else set()
+    assert options - {"text_config"} <= engine  # that one stands below hf_overrides
+    assert of_servers <= servers
     sampling = keys_given("rlctl/rollout/completions.py", "_parameters")
     assert "top_p" in sampling
     assert sampling <= set(_fields(given, "SamplingParams"))
     asked = _request_keys()
     assert {"prompt", "model"} <= asked
     assert asked | sampling <= set(_fields(given, "CompletionRequest"))
+    assert given.mentions("/inference/v1/generate", "vllm.entrypoints")
+    in_flight = _fields(given, "GenerateRequest")
+    assert {"model", "token_ids", "sampling_params", "cache_salt"} <= set(in_flight)
+    assert given.mentions("weight_versions", "vllm.entrypoints") or end == "lowest"  # the run says so
     files = [path.relative_to(ROOT).as_posix() for path in (ROOT / "rlctl/rollout").glob("*.py")]
 
     def written(pattern: str) -> set[str]:
@@ -166,8 +173,6 @@ def test_vllm_knows_every_argument_option_path_and_variable(end: str) -> None:
     assert [path for path in paths if not given.mentions(path, "vllm.entrypoints")] == []
     flags = written(r"--[a-z][a-z-]+")
     assert "--served-model-name" in flags
-    servers = engine | set(_fields(given, "FrontendArgs"))
-    servers |= set(_fields(given, "BaseFrontendArgs")) if given.defines("BaseFrontendArgs") else set()
     positive = {flag.removeprefix("--").removeprefix("no-").replace("-", "_") for flag in flags}
     assert positive <= servers
     variables = written(r"VLLM_[A-Z0-9_]+")

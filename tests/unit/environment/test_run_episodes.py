@@ -344,3 +344,33 @@ def test_it_runs_inside_of_a_running_loop() -> None:
         return episodes_of(play)
 
     assert len(asyncio.run(cell())) == 4
+
+
+def test_with_an_engine_for_several_threads_a_slow_turn_holds_no_other_one() -> None:
+    """Which is sampled while the other episode ends; and a failure of the engine ends all."""
+
+    class Concurrent(Engine):
+        is_concurrent = True
+
+        def __init__(self, fails: bool) -> None:
+            super().__init__()
+            self.others_ended, self.fails = threading.Event(), fails
+
+        def sample(self, requests, sampling) -> list[Turn]:
+            if requests[0].seed == turn_seed(7, 0, 0, 0):
+                assert self.others_ended.wait(60)
+                if self.fails:
+                    raise RunFailure("the engine is gone")
+            return super().sample(requests, sampling)
+
+    async def play(task: Task, sampler: Sampler) -> Outcome:
+        await speak(sampler, 3)
+        if task.group_id == 1:
+            engine.others_ended.set()
+        return Outcome("", reward=float(task.group_id))
+
+    engine = Concurrent(fails=False)
+    assert [e.reward for e in episodes_of(play, n=1, engine=engine)] == [0.0, 1.0]
+    engine = Concurrent(fails=True)
+    with pytest.raises(RunFailure, match="the engine is gone"):
+        episodes_of(play, n=1, engine=engine)

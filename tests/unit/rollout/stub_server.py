@@ -18,7 +18,7 @@ import torch
 from rlctl.batch import Turn
 from rlctl.rollout.protocol import EngineContext, Request, Sampling
 from rlctl.rollout.server_access import ONE_TOKEN
-from rlctl.rollout.vllm_server import VLLMServerRollout
+from rlctl.rollout.vllm_server import GENERATE, VLLMServerRollout
 from rlctl.rollout.weights import PublishedWeights
 from rlctl.spec.load import load_spec
 from tests.unit.rollout.test_hf_rollout import TOKENIZER, random_model
@@ -34,6 +34,8 @@ class Server(ThreadingHTTPServer):
         self.asked: list[tuple[str, dict[str, Any]]] = []
         self.is_asked, self.may_answer = threading.Event(), threading.Event()  # completions
         self.may_answer.set()
+        self.answers_in_flight = threading.Event()
+        self.answers_in_flight.set()
         self.is_awake = threading.Event()  # cleared: it listens, and answers nothing at all
         self.is_awake.set()
         self.engine_works = threading.Event()  # cleared: it answers what needs no engine, `/health` included
@@ -48,7 +50,9 @@ class Server(ThreadingHTTPServer):
         self.lists = True  # False: `logprobs` brings those of the sampled tokens alone
         self.mass = lambda index: 1.0  # `seed % 10` → below 1: a token that it was sampled from is not listed
         self.experts: tuple[int, int] | None = None  # layers and experts per token; None: not reported
-        self.weight_versions: list[dict[str, Any]] | None = None  # by span of tokens; None: not reported
+        self.scales_out, self.scheduling_policy = True, "priority"  # as started for sampling in flight
+        #: of the next answers, by span of tokens; None: as of an older vLLM, which reports none
+        self.weight_versions: list[list[dict[str, Any]] | None] = []
         self.adapters: list[str] = []
         self.weight_version = "default"
         self.workers = 1  # GPUs, in vLLM's terms
@@ -82,6 +86,7 @@ class Handler(BaseHTTPRequestHandler):
             self.answer(200, {})
         elif mode := self.server.logprobs_mode:
             config = {"model_config": {"logprobs_mode": mode}, "lora_config": self.server.lora}
+            config["scheduler_config"] = {"policy": self.server.scheduling_policy}
             environment = {"VLLM_ALLOW_RUNTIME_LORA_UPDATING": self.server.takes_new_adapters}
             self.answer(200, {"vllm_config": config, "vllm_env": environment})
         else:
@@ -101,13 +106,17 @@ class Handler(BaseHTTPRequestHandler):
         elif self.path == "/update_weight_version":
             self.server.weight_version = body["new_version"]
             self.answer(200, {})
-        elif self.path != "/v1/completions":
+        elif self.path not in {"/v1/completions", GENERATE}:
             try:
                 self.server.loads(self.path, body)
             except Exception as error:
                 self.answer(500, {"error": {"message": str(error)}})
             else:
                 self.answer(200, {"results": []})
+        elif self.path == GENERATE and not self.server.scales_out:
+            self.answer(403, {"error": {"message": "Scale-out endpoints are disabled."}})
+        elif not body:
+            self.answer(400, {"error": {"message": "fields are missing"}})
         elif body["model"] not in ["policy", *self.server.adapters]:
             self.answer(404, {"error": {"message": f"The model {body['model']} does not exist."}})
         elif self.server.trouble:
@@ -120,6 +129,10 @@ class Handler(BaseHTTPRequestHandler):
             self.server.is_asked.set()
             self.server.may_answer.wait(120)
             self.server.engine_works.wait(120)
+            if self.path == GENERATE:
+                self.server.answers_in_flight.wait(120)
+                self.answer(200, {"choices": [self.generated(**body["sampling_params"], **body)]})
+                return
             index, token, end = body["seed"] % 10, body["prompt"][-1], TOKENIZER.eos_token_id
             likely = math.log(0.75 * self.server.mass(index))
             top = {f"token_id:{token}": likely, f"token_id:{end}": math.log(0.25), "token_id:3": -9999.0}
@@ -137,9 +150,22 @@ class Handler(BaseHTTPRequestHandler):
                 given = np.full((len(body["prompt"]) + index, *self.server.experts), index, np.uint8)
                 np.save(file := io.BytesIO(), given)
                 choice["routed_experts"] = base64.b64encode(file.getvalue()).decode()
-            if self.server.weight_versions:
-                choice["weight_versions"] = self.server.weight_versions
             self.answer(200, {"choices": [choice]})
+
+    def generated(self, seed: int, token_ids: list[int], logprobs: int, **_: Any) -> dict[str, Any]:
+        """As of a completion; the tokens have the server's version, or the next of `weight_versions`."""
+        ids = [token_ids[-1]] * (seed % 10) + [TOKENIZER.eos_token_id]
+        spans = [{"version": self.server.weight_version, "start": 0, "end": len(ids)}]
+        given = self.server.weight_versions
+        others = [{"token_id": 3, "logprob": -9.0, "rank": 2}] * (logprobs > 1)
+        content = [{"token_id": token, "logprob": -0.5 - seed % 10, "rank": 1} for token in ids]
+        found = {
+            "token_ids": ids,
+            "logprobs": {"content": [one | {"top_logprobs": [one, *others]} for one in content]},
+            "finish_reason": self.server.finish_reason,
+        }
+        spans = given.pop(0) if given else spans
+        return found if spans is None else found | {"weight_versions": spans}
 
     def load_or_unload(self, name: str) -> None:
         known = self.server.adapters

@@ -94,20 +94,6 @@ def test_why_a_turn_ended_is_what_the_engine_says(
     assert [len(turn.token_ids) for turn in turns] == [1, 2, 3, 1, 2, 3]
 
 
-def test_a_token_has_the_version_that_the_server_reports_for_it(
-    servers: list[Server], tmp_path: Path
-) -> None:
-    """Or else that of the weights at the request."""
-    engine, model = engine_on(servers[:1], tmp_path)
-    engine.sync_weights(PlainWeights(model.state_dict().items()), policy_version=7)
-    spans = [{"version": "6-abc", "start": 0, "end": 2}, {"version": "7-def", "start": 2, "end": 3}]
-    request = Request([5], seed=2)
-    assert engine.sample([request], SAMPLING)[0].versions.tolist() == [7, 7, 7]
-    servers[0].weight_versions = spans
-    assert engine.sample([request], SAMPLING)[0].versions.tolist() == [6, 6, 7]
-    engine.close()
-
-
 def test_each_request_has_its_own_limit(servers: list[Server], tmp_path: Path) -> None:
     engine, model = engine_on(servers[:1], tmp_path)
     engine.sync_weights(PlainWeights(model.state_dict().items()), policy_version=1)

@@ -16,6 +16,9 @@ from rlctl.spec.load import load_spec
 from rlctl.spec.sources import all_presets
 
 RC = "algorithm.rollout_correction."
+IN_FLIGHT = ("rollout.name=vllm", "rollout.mode=server", "rollout.in_flight=true")
+PACED = ("rollout.beyond_max_age=pace",)
+SLOW_SYNC = ("rollout.sync_every=3", "rollout.max_staleness=1")
 GAE = "algorithm.adv_estimator=gae"
 #: Those without parameters that must be given.
 LOSSES = [part.name for part in POLICY_LOSSES.parts() if part.name not in {"dispo", "dro"}]
@@ -162,6 +165,27 @@ FILTER = "algorithm.filter_groups.enable=true"
         (["rollout.max_staleness=2", f"{RC}bypass_mode=false", f"{RC}loss_type=ppo_clip"], {}),
         (["rollout.max_staleness=1", "rollout.staleness=1"], {"rollout.staleness": "error"}),
         (["rollout.max_staleness=1", "rollout.name=vllm"], {"rollout.max_staleness": "error"}),
+        ([*IN_FLIGHT, "rollout.max_staleness=1"], {}),
+        ([*IN_FLIGHT], {"rollout.in_flight": "error"}),
+        (["rollout.max_staleness=1", "rollout.in_flight=true"], {"rollout.in_flight": "error"}),
+        ([*IN_FLIGHT, *PACED, "rollout.max_staleness=1", "rollout.max_age_updates=2"], {}),
+        (["rollout.max_age_updates=2", "rollout.max_staleness=1"], {}),
+        (["rollout.max_age_updates=2"], {"rollout.max_age_updates": "warning"}),
+        ([*PACED, "rollout.max_age_updates=2", "rollout.sync_every=2"], {"rollout.beyond_max_age": "error"}),
+        ([*PACED], {"rollout.beyond_max_age": "warning"}),
+        (["rollout.stale_cache=keep"], {"rollout.stale_cache": "warning"}),
+        (
+            [*IN_FLIGHT, "rollout.max_staleness=1", "actor.routing_replay=true"],
+            {"actor.routing_replay": "error"},
+        ),
+        (
+            [*IN_FLIGHT, "rollout.max_staleness=1", "model.lora_rank=4", "model.target_modules=[q_proj]"],
+            {"rollout.in_flight": "error"},
+        ),
+        (
+            [*IN_FLIGHT, *PACED, *SLOW_SYNC, "rollout.max_age_updates=1"],
+            {"rollout.max_age_updates": "error"},
+        ),
         (
             ["rollout.max_staleness=2", f"{RC}rollout_is=null", "actor.ppo_mini_batch_size=null"],
             {"rollout.max_staleness": "warning"},

@@ -28,7 +28,7 @@ class Sampler:
         self.version = 0
         self.asked: list[int] = []
 
-    def __call__(self, step: int) -> list[Group]:
+    def __call__(self, step: int, index: int = 0) -> list[Group]:
         self.asked.append(step)
         return groups_of(seed=step, version=self.version)
 
@@ -78,7 +78,7 @@ def test_resumed_it_goes_on_with_the_same_batches(tmp_path: Path, staleness: int
 
 
 def test_what_tokens_were_sampled_from_waits_with_them(tmp_path: Path) -> None:
-    def sample(step: int) -> list[Group]:
+    def sample(step: int, _: int) -> list[Group]:
         return groups_of(seed=step, with_kept=True, num_most_likely=3)
 
     stream, resumed = (RolloutStream(sample, ahead=1, last_step=LAST) for _ in range(2))
@@ -108,7 +108,7 @@ def test_whatever_an_environment_makes_waits_unchanged(tmp_path: Path) -> None:
     whole = Episode(task, 0, (sequence, replace(sequence, turns=turns + 1)), "r", "max_turns", 0.5)
     failed = Episode(task, 1, (), "", "error", error="no", metrics={"calls": 2.0}, messages=({"role": "x"},))
     groups: list[Group] = [(whole, failed), ()]
-    stream = RolloutStream(lambda step: groups, ahead=1, last_step=LAST)
+    stream = RolloutStream(lambda *_: groups, ahead=1, last_step=LAST)
     stream.take(1)
     stream.save(tmp_path, rank=0)
     stream.resume(1, tmp_path, 0)
@@ -129,7 +129,7 @@ def test_meanwhile_it_is_never_older_than_asked(executor: ThreadPoolExecutor, ah
     """Independent of timing: trainer and sampler are slowed down alternately."""
     sampler = Sampler()
 
-    def sample(step: int) -> list[Group]:
+    def sample(step: int, _: int) -> list[Group]:
         time.sleep(0.02 * (step % 2))
         return sampler(step)
 
@@ -147,7 +147,7 @@ def test_meanwhile_it_is_never_older_than_asked(executor: ThreadPoolExecutor, ah
 def test_it_samples_while_the_trainer_trains(executor: ThreadPoolExecutor) -> None:
     began = threading.Event()
 
-    def sample(step: int) -> list[Group]:
+    def sample(step: int, _: int) -> list[Group]:
         if step == 2:
             began.set()
         return groups_of(seed=step)
@@ -156,12 +156,12 @@ def test_it_samples_while_the_trainer_trains(executor: ThreadPoolExecutor) -> No
     assert began.wait(60)  # batch 2 has not been requested yet
 
 
-def test_drained_it_saves_what_is_sampled_and_repeats_or_skips_nothing(
+def test_what_was_being_sampled_at_a_checkpoint_is_sampled_again_and_counted(
     tmp_path: Path, executor: ThreadPoolExecutor
 ) -> None:
     sampler, began, may_go = Sampler(), threading.Event(), threading.Event()
 
-    def sample(step: int) -> list[Group]:
+    def sample(step: int, _: int) -> list[Group]:
         if step == 3:
             began.set()
             may_go.wait(60)
@@ -170,24 +170,25 @@ def test_drained_it_saves_what_is_sampled_and_repeats_or_skips_nothing(
     stream = RolloutStream(sample, ahead=4, last_step=LAST, executor=executor)
     stream.take(1)
     assert began.wait(60)
-    threading.Timer(0.05, may_go.set).start()
-    stream.drain()  # the third is at work and finished, the fourth and fifth never begin
-    assert sampler.asked == [1, 2, 3]
-    stream.save(tmp_path, rank=0)
-    taken = [version_of(stream.take(step)) for step in range(2, LAST + 1)]
-    assert len(taken) == LAST - 1
+    stream.save(tmp_path, rank=0)  # the second is ready, the third at work, the others have not begun
+    may_go.set()
+    for step in range(2, LAST + 1):
+        stream.take(step)
+        assert stream.num_restarted == 0
     assert sampler.asked == list(range(1, LAST + 1))
 
     other = Sampler()
     resumed = RolloutStream(other, ahead=4, last_step=LAST, executor=executor)
     resumed.resume(1, tmp_path, 0)
     for step in range(2, LAST + 1):
-        assert same(resumed.take(step), groups_of(seed=step))
-    assert other.asked == list(range(4, LAST + 1))
+        groups = resumed.take(step)
+        assert same(groups, groups_of(seed=step))
+        assert resumed.num_restarted == (sum(map(len, groups)) if step in {3, 4, 5} else 0)
+    assert other.asked == list(range(3, LAST + 1))
 
 
 def test_a_batch_that_could_not_be_sampled_is_heard_of_when_it_is_due(executor: ThreadPoolExecutor) -> None:
-    def sample(step: int) -> list[Group]:
+    def sample(step: int, _: int) -> list[Group]:
         if step == 2:
             raise RunFailure("the engine is gone")
         return groups_of(seed=step)
@@ -230,7 +231,7 @@ def test_waiting_groups_that_cannot_be_read(tmp_path: Path, fault: str) -> None:
     elif fault == "garbage":
         path.write_bytes(b"garbage" * 100)
     elif fault == "padded":  # as before the records were flat
-        torch.save({"next_step": 4, "waiting": [{"responses": torch.zeros(2, 3)}]}, path)
+        torch.save({"next": 4, "waiting": {1: [[{"responses": torch.zeros(2, 3)}]]}, "open": []}, path)
     with pytest.raises(RunFailure, match="waiting to be trained on") as caught:
         stream_of(Sampler(), 2).resume(1, tmp_path, int(fault == "another rank's"))
     assert str(tmp_path) in str(caught.value.where)
@@ -242,6 +243,6 @@ def test_no_code_is_run_from_a_file(tmp_path: Path) -> None:
     stream.save(tmp_path, rank=0)
     [path] = tmp_path.iterdir()
     state = torch.load(path, weights_only=False)
-    torch.save({**state, "next_step": Sampler()}, path)  # an object: needs a pickle's freedom
+    torch.save({**state, "next": Sampler()}, path)  # an object: needs a pickle's freedom
     with pytest.raises(RunFailure, match="waiting to be trained on"):
         stream_of(Sampler(), 1).resume(1, tmp_path, 0)

@@ -121,7 +121,7 @@ def diagnose(
         refuse_options(context, ("rules", "fix", "fail_on", "map_", "reader"), why)
         from rlctl.cli.diagnose_plan import write_plans
 
-        write_plans(paths, output_format, out)
+        write_plans(partial(read_all, paths), paths, output_format, out)
         return
     if who_sampled:
         why = "applies to findings, and --who-sampled computes none: it scores rollouts"

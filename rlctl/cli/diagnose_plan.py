@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 from typing import TYPE_CHECKING
 
@@ -11,25 +11,30 @@ from rlctl.errors import UsageError
 if TYPE_CHECKING:
     from pathlib import Path
 
-    from rlctl.diagnose.plan import Plan
+    from rlctl.diagnose.plan import RunPlan
+    from rlctl.diagnose.table import RunLog
     from rlctl.terminal import Console
 
 
-def write_plans(paths: Sequence[Path], output_format: str, out: Path | None) -> None:
-    """Writes what the durations of the runs predict."""
-    from rlctl.cli.diagnose import read_all
+def write_plans(
+    read: Callable[[frozenset[str]], Iterable[RunLog]],
+    paths: Sequence[Path],
+    output_format: str,
+    out: Path | None,
+) -> None:
+    """Writes what the durations of the runs predict; `read` reads these metrics of the runs."""
     from rlctl.cli.output import check_out, write_report
     from rlctl.diagnose.plan import NEEDED, plan
 
     if output_format not in {"text", "json"}:
         raise UsageError("--plan writes text or json", where=f"--format {output_format}")
     check_out(paths, out, is_page=False)
-    found = [(str(run.path), plan(run)) for run in read_all(paths, NEEDED)]
+    found = [(str(run.path), plan(run)) for run in read(NEEDED)]
     documents = [{"run": path} | one.as_document() for path, one in found]
     write_report(output_format, out, partial(_print, found=found), lambda: documents)
 
 
-def _print(console: Console, found: list[tuple[str, Plan]]) -> None:
+def _print(console: Console, found: list[tuple[str, RunPlan]]) -> None:
     from rich.text import Text
 
     from rlctl.diagnose.diagnosis_report import visible

@@ -41,7 +41,7 @@ class PlannedMode:
 
 
 @dataclass(frozen=True, slots=True)
-class Plan:
+class RunPlan:
     """What the run's durations predict."""
 
     num_steps: int
@@ -57,7 +57,7 @@ class Plan:
         return asdict(self)
 
 
-def plan(run: RunLog) -> Plan:
+def plan(run: RunLog) -> RunPlan:
     """Predicts seconds per step.
 
     Raises:
@@ -96,7 +96,7 @@ def plan(run: RunLog) -> Plan:
             notes.append(f"the run's engine shares the trainer's processors: predictions are {where}")
     if np.ptp(longest) < 0.05 * longest.mean() and np.ptp(mean) < 0.05 * mean.mean():
         notes.append("lengths hardly vary: how sampling scales with replicas is uncertain")
-    return Plan(
+    return RunPlan(
         len(gen),
         replicas,
         float(step.mean()),

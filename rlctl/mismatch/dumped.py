@@ -127,7 +127,7 @@ class Scores:
         return self.log_probs - self.log_mass
 
 
-class Scorer:
+class WeightsScorer:
     """The trainer's code with given weights, at the run's temperature."""
 
     def __init__(self, spec: RunSpec, path: str) -> None:

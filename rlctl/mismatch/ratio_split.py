@@ -20,7 +20,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from rlctl.mismatch.dumped import DumpedStep, Kept, Scorer, Scores
+from rlctl.mismatch.dumped import DumpedStep, Kept, Scores, WeightsScorer
 from rlctl.spec.run_spec import RunSpec
 
 #: Part → what makes it smaller.
@@ -35,7 +35,7 @@ _INTERVAL = 1.96
 
 
 @dataclass(frozen=True, slots=True)
-class Part:
+class RatioPart:
     """One part of the log-ratio, over all tokens of the split."""
 
     name: str  # a key of `FIXES`
@@ -53,7 +53,7 @@ class RatioSplit:
     num_tokens: int
     num_sequences: int
     size: float  # mean |log π_train − log π_rollout|
-    parts: tuple[Part, ...]
+    parts: tuple[RatioPart, ...]
 
     @property
     def fix(self) -> str:
@@ -84,7 +84,7 @@ def split(columns: Mapping[str, Tensor], log_ratio: Tensor, sequence: Tensor) ->
         left = by_sequence(values * ratio) - share * squares  # linearised ratio of sums
         error = math.sqrt(float(left.square().sum()) * count / max(count - 1, 1)) / total
         bounds = share - _INTERVAL * error, share + _INTERVAL * error
-        parts.append(Part(name, float(values.mean()), float(values.abs().mean()), share, *bounds))
+        parts.append(RatioPart(name, float(values.mean()), float(values.abs().mean()), share, *bounds))
     parts.sort(key=lambda part: -part.share)
     return RatioSplit(len(ratio), count, float(ratio.abs().mean()), tuple(parts))
 
@@ -104,7 +104,7 @@ def split_of_run(
     mixed = [number for number, dumped in enumerate(steps) if len(set(dumped.versions.tolist())) > 1]
     scorers = {}
     for version in {version for n in mixed for version in steps[n].versions.tolist()} & places.keys():
-        scorers[version] = Scorer(spec, weights[places[version]].path)
+        scorers[version] = WeightsScorer(spec, weights[places[version]].path)
     for number in mixed:
         stale = stale_cache_log_probs(steps[number], scorers)
         fresh, engine = found[number]["own"], steps[number].rollout + found[number]["mass"]
@@ -122,7 +122,7 @@ def split_of_run(
 
 
 @torch.no_grad()
-def stale_cache_log_probs(dumped: DumpedStep, scorers: Mapping[int, Scorer]) -> Tensor:
+def stale_cache_log_probs(dumped: DumpedStep, scorers: Mapping[int, WeightsScorer]) -> Tensor:
     """(M,) log-probs of the trainer's code if keys and values stay those of the weights that computed them.
 
     A token's keys and values are computed with the weights that sample the next sampled token. NaN where one
@@ -141,7 +141,9 @@ def stale_cache_log_probs(dumped: DumpedStep, scorers: Mapping[int, Scorer]) -> 
     return torch.cat(found)
 
 
-def _of_sequence(ids: Tensor, scored: Tensor, versions: Tensor, scorers: Mapping[int, Scorer]) -> Tensor:
+def _of_sequence(
+    ids: Tensor, scored: Tensor, versions: Tensor, scorers: Mapping[int, WeightsScorer]
+) -> Tensor:
     if not set(versions.tolist()) <= scorers.keys():
         return torch.full((len(versions),), math.nan)
     following = scored.long().cumsum(0)[:-1]  # number of the next sampled token

@@ -19,7 +19,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from rlctl.errors import UsageError
-from rlctl.mismatch.dumped import BASE, DumpedStep, Kept, Scorer, dumped_steps, kept_weights
+from rlctl.mismatch.dumped import BASE, DumpedStep, Kept, WeightsScorer, dumped_steps, kept_weights
 from rlctl.mismatch.ratio_split import RatioSplit, split_of_run
 from rlctl.track.open_run import RunRecord
 
@@ -81,11 +81,11 @@ def who_sampled(path: Path) -> WhoSampled:
         )
     scores = []
     for one in weights:
-        scorer = Scorer(spec, one.path)
+        scorer = WeightsScorer(spec, one.path)
         scores.append([scorer.score(dumped) for dumped in steps])
         del scorer
     groups = [
-        Group.of(dumped, torch.stack([of_weights[place].of_engine for of_weights in scores]), version)
+        SampledTokens.of(dumped, torch.stack([of_weights[place].of_engine for of_weights in scores]), version)
         for place, dumped in enumerate(steps)
         for version in sorted(set(dumped.versions.tolist()))
     ]
@@ -94,7 +94,7 @@ def who_sampled(path: Path) -> WhoSampled:
 
 
 @dataclass(frozen=True)
-class Group:
+class SampledTokens:
     """Gaps of the tokens of one step that were recorded with one version, to the C kept weights."""
 
     step: int
@@ -103,7 +103,7 @@ class Group:
     gaps: NDArray[np.float64]  # (C,) mean |log π − log π_rollout|, nats
 
     @classmethod
-    def of(cls, dumped: DumpedStep, scores: Tensor, version: int) -> Group:
+    def of(cls, dumped: DumpedStep, scores: Tensor, version: int) -> SampledTokens:
         """The tokens of this version; `scores` (C, M) are their log-probs under each of the weights."""
         inside = (dumped.versions == version) & dumped.rollout.isfinite()
         found, engine = scores[:, inside].double(), dumped.rollout[inside].double()
@@ -112,7 +112,7 @@ class Group:
         return cls(dumped.step, version, count, gaps.numpy())
 
 
-def judged(groups: Sequence[Group], weights: Sequence[Kept]) -> WhoSampled:
+def judged(groups: Sequence[SampledTokens], weights: Sequence[Kept]) -> WhoSampled:
     """Names the likeliest sampler of each group, and what the record of versions gets wrong, if anything."""
     steps = tuple(_step(group, weights) for group in groups)
     floor = max(_FITS * min(group.gaps.min() for group in groups), _ROUNDING)
@@ -120,7 +120,7 @@ def judged(groups: Sequence[Group], weights: Sequence[Kept]) -> WhoSampled:
     places = {one.version: place for place, one in enumerate(weights) if one.version is not None}
     base = next((place for place, one in enumerate(weights) if one.version is None), None)
 
-    def fits(group: Group, version: int | None) -> bool | None:
+    def fits(group: SampledTokens, version: int | None) -> bool | None:
         """Whether the group has the log-probs of this version (None: of the base); None: it cannot tell."""
         place = base if version is None else places.get(version)
         if version is None or place is not None:
@@ -139,7 +139,7 @@ def judged(groups: Sequence[Group], weights: Sequence[Kept]) -> WhoSampled:
     recorded = [fits(group, group.recorded) for group in telling]
     decided = [found for found in recorded if found is not None]
     lags = {group.recorded - version for group in telling for version in places if version < group.recorded}
-    tried: list[tuple[str, int, Callable[[Group], int | None]]] = []
+    tried: list[tuple[str, int, Callable[[SampledTokens], int | None]]] = []
     if base is not None:
         tried.append(("base", 0, lambda group: None))
     tried += [("constant", version, partial(_constant, version)) for version in sorted(places)]
@@ -183,16 +183,16 @@ def _named(kind: str, number: int, count: str, name: str) -> tuple[str, str, str
     return "late", what, f"wait for the end of each sync before sampling; {fix}"
 
 
-def _constant(version: int, group: Group) -> int:
+def _constant(version: int, group: SampledTokens) -> int:
     del group
     return version
 
 
-def _late(lag: int, group: Group) -> int:
+def _late(lag: int, group: SampledTokens) -> int:
     return max(group.recorded - lag, 0)
 
 
-def _step(group: Group, weights: Sequence[Kept]) -> StepSampler:
+def _step(group: SampledTokens, weights: Sequence[Kept]) -> StepSampler:
     order = np.argsort(group.gaps, kind="stable")
     gaps = np.maximum(group.gaps[order], _ROUNDING / 10)
     odds = math.exp(min(group.num_sequences * math.log(gaps[1] / gaps[0]), 700.0))

@@ -238,6 +238,7 @@ def test_a_users_engine_samples_with_the_models_weights(task, tmp_path, own_engi
     _, unchanged = evaluate(replace(again, out=tmp_path / "unchanged"), quiet)
     assert unchanged.num_stored == 6, "the imported version sampled"
     ROLLOUT_ENGINES._parts.pop(own_engine)  # as in a new process
+    ROLLOUT_ENGINES._checked.discard(own_engine)
     _, changed = evaluate(replace(again, out=tmp_path / "changed"), quiet)
     assert changed.num_stored == 0, "another version of the engine may sample other responses"
     assert changed.about["sampling"]["engine_sha256"] != about["engine_sha256"]

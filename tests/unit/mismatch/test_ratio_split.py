@@ -13,7 +13,7 @@ from torch import Tensor
 
 from rlctl.algos.segments import to_host
 from rlctl.batch import ModelInputs, TokenBatch
-from rlctl.mismatch.dumped import DumpedStep, Kept, Scorer
+from rlctl.mismatch.dumped import DumpedStep, Kept, WeightsScorer
 from rlctl.mismatch.ratio_split import RatioSplit, split, split_of_run
 from rlctl.spec.load import load_spec
 from rlctl.train.ratio_parts import ratio_metrics, ratio_sums
@@ -55,7 +55,7 @@ def dumped_of(batch: TokenBatch, trained: Tensor) -> DumpedStep:
 
 def split_by(paths: list[str], spec: Any, batch: TokenBatch, trained: int) -> RatioSplit:
     """The split of a batch that version `trained` is trained on."""
-    scorers = [Scorer(spec, path) for path in paths]
+    scorers = [WeightsScorer(spec, path) for path in paths]
     scored = dumped_of(batch, batch.rollout_log_probs)
     dumped = replace(scored, trained=scorers[trained].score(scored).log_probs)
     weights = [Kept(f"v{version}", version, path) for version, path in enumerate(paths)]

@@ -131,6 +131,7 @@ def scored(*overrides: str) -> tuple[TokenBatch, list[int]]:
         spec=load_spec([], [], [*algorithm, *overrides]).spec,
         actor=SimpleNamespace(policy=lambda inputs, **_: PolicyOutput(policy(inputs), torch.zeros(0))),
         ref=SimpleNamespace(log_probs=reference),
+        teacher=None,
         critic=SimpleNamespace(values=critic),
         ranks=alone(),
         data_ranks=alone(),

@@ -313,7 +313,8 @@ class TokenBatch:
 
     def pick(self, episodes: Tensor | Many[int]) -> TokenBatch:
         """The episodes with these indices (k,), in that order."""
-        chosen = torch.as_tensor(episodes, dtype=torch.int64, device=self.group_ids.device)
+        given = episodes if isinstance(episodes, Tensor) else torch.tensor(list(episodes))
+        chosen = given.to(self.group_ids.device, torch.int64)
         of_sequences = self.sequences_of_episodes.entries_of(chosen)
         places = {
             "episode": chosen,

@@ -313,7 +313,7 @@ class TokenBatch:
 
     def pick(self, episodes: Tensor | Many[int]) -> TokenBatch:
         """The episodes with these indices (k,), in that order."""
-        given = episodes if isinstance(episodes, Tensor) else torch.tensor(list(episodes))
+        given = episodes if isinstance(episodes, torch.Tensor) else torch.tensor(list(episodes))
         chosen = given.to(self.group_ids.device, torch.int64)
         of_sequences = self.sequences_of_episodes.entries_of(chosen)
         places = {

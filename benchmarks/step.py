@@ -152,7 +152,7 @@ def time_correction() -> list[float]:
 
     for name in ("correct", "correction_metrics", "normalized", "normalization_factor"):
         setattr(update, name, timed(getattr(update, name)))
-    Ranks.to_host = timed(Ranks.to_host)  # type: ignore[method-assign]  # the loss's own sums are counted too
+    Ranks.all_reduce = timed(Ranks.all_reduce)  # type: ignore[method-assign]  # the loss's own sums are counted too
     return spent
 
 

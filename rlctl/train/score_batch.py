@@ -148,7 +148,7 @@ def _with_teacher(run: Run, teacher: Teacher, batch: TokenBatch, timer: StepTime
         score = partial(teacher.top_k, count=count, vocabulary=len(run.tokenizer))
     with timer("teacher"):
         sizes = spec.actor.ppo_micro_batch_size_per_gpu, spec.pass_tokens, run.data_ranks
-        found = in_passes(score, batch, *sizes)
+        found = in_passes(score, replace(batch, experts=None), *sizes)  # another model chooses its own
     if not found.isfinite().all():
         raise RunFailure("the teacher gives NaN or infinite log-probs", where="algorithm.teacher.path")
     if not count:

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from dataclasses import replace
 from itertools import chain, pairwise
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -21,6 +24,7 @@ from tests.unit.train.scored import scored_batch
 from tests.unit.train.updates import alone
 
 MODEL = tiny_model()
+Model = Callable[[ModelInputs], torch.Tensor]
 SIZES = st.lists(st.lists(st.integers(1, 12), min_size=1, max_size=3), max_size=12)
 
 
@@ -114,29 +118,52 @@ def test_an_episode_above_the_budget_goes_alone() -> None:
     assert [len(part) for part in micro_batches(batch, 4, 1)] == [1, 1, 1, 1]
 
 
+def run_of(model: Callable[[str], Model], *overrides: str, **more: Any) -> Any:
+    """A run whose models answer as `model` of their name."""
+    policy, changes = model("policy"), ["algorithm.adv_estimator=gae"]
+    changes += ["algorithm.rollout_correction.bypass_mode=false", *overrides]
+    return SimpleNamespace(
+        spec=load_spec([], [], changes).spec,
+        actor=SimpleNamespace(policy=lambda inputs, **_: PolicyOutput(policy(inputs), torch.zeros(0))),
+        ref=SimpleNamespace(log_probs=model("ref")),
+        critic=SimpleNamespace(values=model("critic")),
+        ranks=alone(),
+        data_ranks=alone(),
+        **{"teacher": None} | more,
+    )
+
+
 def scored(*overrides: str) -> tuple[TokenBatch, list[int]]:
     """`score_batch` by three models, and the length of every sequence that they received."""
     asked: list[int] = []
+    scales = {"policy": -0.1, "ref": -0.2, "critic": 0.3}
 
-    def said(scale: float):
+    def model(name: str) -> Model:
         def answer(inputs: ModelInputs) -> torch.Tensor:
             asked.extend(inputs.lengths.tolist())
-            return scale * inputs.tokens.float()
+            return scales[name] * inputs.tokens.float()
 
         return answer
 
-    policy, reference, critic = said(-0.1), said(-0.2), said(0.3)
-    algorithm = ["algorithm.adv_estimator=gae", "algorithm.rollout_correction.bypass_mode=false"]
-    run = SimpleNamespace(
-        spec=load_spec([], [], [*algorithm, *overrides]).spec,
-        actor=SimpleNamespace(policy=lambda inputs, **_: PolicyOutput(policy(inputs), torch.zeros(0))),
-        ref=SimpleNamespace(log_probs=reference),
-        teacher=None,
-        critic=SimpleNamespace(values=critic),
-        ranks=alone(),
-        data_ranks=alone(),
-    )
-    return score_batch(run, scored_batch(), StepTimer(torch.device("cpu"))), asked
+    return score_batch(run_of(model, *overrides), scored_batch(), StepTimer(torch.device("cpu"))), asked
+
+
+def test_only_the_policy_replays_the_experts_of_the_sampler() -> None:
+    """The others are other models, with experts of their own."""
+    batch, routed = scored_batch(), {}
+    batch = replace(batch, experts=torch.zeros(len(batch.token_ids), 2, 1, dtype=torch.int16))
+
+    def model(name: str) -> Model:
+        def answer(inputs: ModelInputs) -> torch.Tensor:
+            routed[name] = inputs.experts is not None
+            return torch.zeros(len(inputs.tokens))
+
+        return answer
+
+    taught = ("algorithm.teacher.path=teacher", "algorithm.teacher.kl_in=reward")
+    run = run_of(model, *taught, teacher=SimpleNamespace(log_probs=model("teacher")), tokenizer=[])
+    score_batch(run, batch, StepTimer(torch.device("cpu")))
+    assert routed == {"policy": True, "ref": False, "teacher": False, "critic": False}
 
 
 @pytest.mark.parametrize("budget", ["14", "30", "90"])

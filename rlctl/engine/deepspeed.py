@@ -40,11 +40,11 @@ from rlctl.engine.deepspeed_setup import (
     zero_stage_of,
 )
 from rlctl.engine.layout import BodyReader, idle_inputs
-from rlctl.engine.log_probs import PolicyModule, policy_output, top_k_output
+from rlctl.engine.log_probs import PolicyModule
 from rlctl.engine.lora import Adapter, adapter_parameters, plain_weights
-from rlctl.engine.model import export
-from rlctl.engine.perturb import parts_of, perturbed
-from rlctl.engine.protocol import PolicyOutput, StepResult
+from rlctl.engine.perturb import perturbed
+from rlctl.engine.policy_engine import FrozenModule, PolicyEngine
+from rlctl.engine.protocol import StepResult
 from rlctl.engine.ranks import Ranks
 from rlctl.engine.sequence_parallel import SequenceParallel
 from rlctl.engine.values import ValueModule
@@ -246,43 +246,27 @@ class _Engine:
         return context
 
 
-class DeepSpeedEngine(_Engine):
+class DeepSpeedEngine(PolicyEngine, _Engine):
     """A causal language model under DeepSpeed; see `TrainEngine`. `temperature`: that of sampling."""
 
     def __init__(self, model: Any, ranks: Ranks, *, temperature: float, **settings: Unpack[Settings]) -> None:
         wrap = partial(PolicyModule, temperature=temperature, sequence=settings.get("sequence"))
         super().__init__(model, wrap, ranks, **settings)
         self._policy: PolicyModule = self._engine.module
-
-    def policy(self, inputs: ModelInputs, **asked: bool) -> PolicyOutput:
-        """See `TrainEngine.policy`."""
-        return policy_output(self._engine, inputs, **asked)
-
-    def weights(self, *, merged: bool = True) -> Iterator[tuple[str, Tensor]]:
-        """See `TrainEngine.weights` (under ZeRO-3 a collective: all ranks iterate)."""
-        return self._in_full(self._policy.model, merged=merged)
-
-    @property
-    def parts(self) -> dict[str, list[str]]:
-        """See `TrainEngine.parts`."""
-        return parts_of(self._policy.model)
+        self._module, self._model = self._engine, self._policy.model
 
     def perturbed(
         self, bit: int, names: Collection[str] | None = None
     ) -> contextlib.AbstractContextManager[None]:
         """See `TrainEngine.perturbed` (under ZeRO-3 a collective)."""
-        return perturbed(self._policy.model, bit, names, partial(self._gathered, changed=True))
+        return perturbed(self._model, bit, names, partial(self._gathered, changed=True))
 
     def adapter(self) -> Adapter:
         """See `TrainEngine.adapter` (under ZeRO-3 a collective); gathers only A and B."""
-        parameters = adapter_parameters(self._policy.model)
+        parameters = adapter_parameters(self._model)
         with self._gathered(list(parameters.values())):
             tensors = {name: p.detach().to("cpu", copy=True) for name, p in parameters.items()}
-        return Adapter.of(self._policy.model, tensors)
-
-    def export(self, directory: Path) -> None:
-        """Writes config and weights as a plain Hugging Face directory (all ranks; rank 0 writes)."""
-        export(self._policy.model, self.weights(), self.ranks, directory)
+        return Adapter.of(self._model, tensors)
 
 
 class DeepSpeedCritic(_Engine):
@@ -305,7 +289,7 @@ class DeepSpeedCritic(_Engine):
         return self._in_full(self._engine.module)
 
 
-class FrozenPolicy:
+class FrozenPolicy(FrozenModule):
     """A `Teacher` with separate weights: a model that computes log-probs and is never trained.
 
     Under ZeRO-3 its weights are partitioned among the ranks like the actor's; otherwise every rank holds
@@ -340,17 +324,7 @@ class FrozenPolicy:
                 config = deepspeed_config(frozen_settings(dtype))
                 policy, *_ = _import_deepspeed().initialize(model=policy, config=config)
         policy.eval()
-        self._frozen = policy
-
-    @torch.no_grad()
-    def log_probs(self, inputs: ModelInputs) -> Tensor:
-        """See `ReferencePolicy.log_probs`; the caller splits the batch into micro-batches."""
-        return policy_output(self._frozen, inputs).log_probs
-
-    @torch.no_grad()
-    def top_k(self, inputs: ModelInputs, count: int, vocabulary: int) -> Tensor:
-        """See `Teacher.top_k`."""
-        return top_k_output(self._frozen, inputs, count, vocabulary)
+        self._module = policy
 
 
 class PartitionedLoading:

@@ -27,11 +27,11 @@ from torch.distributed.tensor import DTensor
 from rlctl.batch import ModelInputs
 from rlctl.engine.deepspeed_setup import Settings, recompute_layers
 from rlctl.engine.layout import BodyReader, idle_inputs
-from rlctl.engine.log_probs import PolicyModule, policy_output, top_k_output
+from rlctl.engine.log_probs import PolicyModule
 from rlctl.engine.lora import Adapter, adapter_parameters, plain_weights
-from rlctl.engine.model import export
-from rlctl.engine.perturb import parts_of, perturbed
-from rlctl.engine.protocol import PolicyOutput, StepResult
+from rlctl.engine.perturb import perturbed
+from rlctl.engine.policy_engine import FrozenModule, PolicyEngine
+from rlctl.engine.protocol import StepResult
 from rlctl.engine.ranks import Ranks
 from rlctl.engine.values import ValueModule
 from rlctl.errors import RunFailure
@@ -120,26 +120,17 @@ class _Engine:
         reshard(self._module)
         for weight in plain_weights(model, merged=merged):
             parts = [in_full(part.detach()) for part in weight.parts]
-            kept = parts[0].dtype if isinstance(weight.parts[0], nn.Parameter) else None
             full = replace(weight, parts=parts).value()
-            yield weight.name, full.to(self._dtype) if kept else full
+            yield weight.name, full.to(self._dtype) if isinstance(weight.parts[0], nn.Parameter) else full
 
 
-class FsdpEngine(_Engine):
+class FsdpEngine(PolicyEngine, _Engine):
     """A causal language model under FSDP2; see `TrainEngine`. `temperature`: that of sampling."""
 
     def __init__(self, model: Any, ranks: Ranks, *, temperature: float, **settings: Unpack[Settings]) -> None:
         wrap = partial(PolicyModule, temperature=temperature)
         super().__init__(model, wrap, ranks, **settings)
         self._model = model
-
-    def policy(self, inputs: ModelInputs, **asked: bool) -> PolicyOutput:
-        """See `TrainEngine.policy`."""
-        return policy_output(self._module, inputs, **asked)
-
-    def weights(self, *, merged: bool = True) -> Iterator[tuple[str, Tensor]]:
-        """See `TrainEngine.weights` (a collective: all ranks iterate)."""
-        return self._in_full(self._model, merged=merged)
 
     def adapter(self) -> Adapter:
         """See `TrainEngine.adapter` (a collective)."""
@@ -148,20 +139,11 @@ class FsdpEngine(_Engine):
         tensors = {name: in_full(p.detach()).to("cpu", self._dtype) for name, p in parameters.items()}
         return Adapter.of(self._model, tensors)
 
-    @property
-    def parts(self) -> dict[str, list[str]]:
-        """See `TrainEngine.parts`."""
-        return parts_of(self._model)
-
     def perturbed(
         self, bit: int, names: Collection[str] | None = None
     ) -> contextlib.AbstractContextManager[None]:
         """See `TrainEngine.perturbed`; every rank changes its part of the weights."""
         return perturbed(self._model, bit, names, before=partial(reshard, self._module))
-
-    def export(self, directory: Path) -> None:
-        """See `TrainEngine.export`."""
-        export(self._model, self.weights(), self.ranks, directory)
 
 
 class FsdpCritic(_Engine):
@@ -184,22 +166,12 @@ class FsdpCritic(_Engine):
         return self._in_full(self._module)
 
 
-class FsdpReference:
+class FsdpReference(FrozenModule):
     """A `Teacher` with separate weights, divided among the ranks, which is never trained."""
 
     def __init__(self, model: Any, ranks: Ranks, *, dtype: torch.dtype, temperature: float) -> None:
         model.requires_grad_(False)
-        self._frozen = sharded(model, partial(PolicyModule, temperature=temperature), ranks, dtype)
-
-    @torch.no_grad()
-    def log_probs(self, inputs: ModelInputs) -> Tensor:
-        """See `ReferencePolicy.log_probs`; the caller splits the batch into micro-batches."""
-        return policy_output(self._frozen, inputs).log_probs
-
-    @torch.no_grad()
-    def top_k(self, inputs: ModelInputs, count: int, vocabulary: int) -> Tensor:
-        """See `Teacher.top_k`."""
-        return top_k_output(self._frozen, inputs, count, vocabulary)
+        self._module = sharded(model, partial(PolicyModule, temperature=temperature), ranks, dtype)
 
 
 def sharded(model: Any, wrap: Callable[..., nn.Module], ranks: Ranks, dtype: torch.dtype) -> Any:

@@ -24,6 +24,7 @@ import math
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import cached_property
 from typing import TYPE_CHECKING, Any, Literal
 
 import torch
@@ -359,11 +360,14 @@ class BodyReader:
             rows = padded_rows(body, tokens, share_prompts=self.shares_prompts)
         if rows.experts is None:
             return states_of(body, rows), rows.scored_at
-        mixture = Mixture.of(self._body, REPLAY)
-        with Routing(mixture, mixture.of_routers(rows.experts.flatten(0, 1))) as chosen:
+        with Routing(self._mixture, self._mixture.of_routers(rows.experts.flatten(0, 1))) as chosen:
             states = states_of(body, rows)
         chosen.check(self._body, 1)
         return states, rows.scored_at
+
+    @cached_property
+    def _mixture(self) -> Mixture:
+        return Mixture.of(self._body, REPLAY)
 
     def _can_pack(self, tokens: _Tokens) -> bool:
         return bool(self.packs) and tokens.longest <= _window(self._body.config)

@@ -34,11 +34,6 @@ class ToolCall:
     name: str
     arguments: dict[str, Any] = field(default_factory=dict)
 
-    def as_message(self, number: int) -> Message:
-        """In the form of chat completions."""
-        function = {"name": self.name, "arguments": self.arguments}
-        return {"id": f"call_{number}", "type": "function", "function": function}
-
 
 @dataclass(frozen=True, slots=True)
 class WrittenReply:

@@ -129,7 +129,7 @@ def _serve(channel: socket.socket, kind: Any, told: int) -> None:
 
 
 def _tell(told: int, modules: set[str]) -> None:
-    """Sends names of modules to the process that forks, if it has room for them."""
+    """Sends names of modules to the process that forks; drops them if the pipe is full."""
     for name in modules:
         with contextlib.suppress(BlockingIOError):
             os.write(told, f"{name}\n".encode()[:_ATOMIC])

@@ -51,7 +51,7 @@ def weights_of(actor: DeepSpeedEngine) -> dict[str, torch.Tensor]:
 
 
 def model_of(actor):
-    return actor._module.model if isinstance(actor, FsdpEngine) else actor._policy.model
+    return actor._model
 
 
 def take_step(

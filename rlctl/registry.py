@@ -26,9 +26,11 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import cache
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, Literal, TypeVar, get_args
 
 from rlctl.errors import RunFailure, UsageError
+from rlctl.files import sha256_of
 from rlctl.user_code import (
     USER_MODULES,
     absolute_name,
@@ -134,8 +136,9 @@ class Registry(Mapping[str, Callable[..., Any]]):
 
     #: every registry: a user's file may define parts of several
     all: ClassVar[list[Registry]] = []
-    #: `path/to/file.py:` while that user's file is imported, `module.py:` for a package's module
-    _prefix: ClassVar[str] = ""
+    #: all decorated functions; the spec names those of users' files, metadata those of packages
+    _decorated: ClassVar[list[tuple[Registry, Part]]] = []
+    _is_importing: ClassVar[bool] = False  # a user's file or a package
     #: warnings that were shown
     _warned: ClassVar[set[str]] = set()
 
@@ -158,7 +161,6 @@ class Registry(Mapping[str, Callable[..., Any]]):
         plural = plural or kind + ("es" if kind.endswith("s") else "s")
         self.group = "rlctl." + plural.lower().replace(" ", "_")
         self._parts: dict[str, Part] = {}
-        self._checked: set[str] = set()  # names of parts whose function takes the right arguments
         self._is_loaded = False
         Registry.all.append(self)
 
@@ -171,6 +173,7 @@ class Registry(Mapping[str, Callable[..., Any]]):
             TypeError: there is no such argument.
             ValueError: the name is taken, an argument has the wrong type, or such parts cannot have this
                 input or parameters.
+            UsageError: such a part is called with other arguments than the function takes.
         """
         if callable(name):
             raise ValueError("write the decorator with parentheses: @….register()")
@@ -179,17 +182,20 @@ class Registry(Mapping[str, Callable[..., Any]]):
         def decorate(function: Function) -> Function:
             if not callable(function):
                 raise ValueError(f"{function!r} is not a function")
-            prefix = "" if is_builtin(function) else self._prefix
-            known = prefix + (name or function.__name__)
-            if not prefix and not is_builtin(function):
-                self._load()  # so that a built-in part of this name is known
-            earlier = self._parts.get(known)
-            if earlier and not prefix and _identity(earlier.function) != _identity(function):
-                raise ValueError(f"{self.kind} {known} is registered twice")
+            known = name or function.__name__
+            label = part.label or _first_line(function) or known
+            found = replace(part, name=known, function=function, label=label)
+            self._decorated.append((self, found))
             if not is_builtin(function):
                 USER_MODULES.add(function.__module__)
-            label = part.label or _first_line(function) or known.removeprefix(prefix)
-            self._parts[known] = replace(part, name=known, function=function, label=label)
+                if self._is_importing:
+                    return function
+                self._check(function, known)
+                self._load()  # so that a built-in part of this name is known
+            earlier = self._parts.get(known)
+            if earlier and _identity(earlier.function) != _identity(function):
+                raise ValueError(f"{self.kind} {known} is registered twice")
+            self._parts[known] = found
             return function
 
         return decorate
@@ -230,20 +236,13 @@ class Registry(Mapping[str, Callable[..., Any]]):
         Raises:
             UsageError: there is none, or the user's file or the package cannot be imported.
         """
-        if name in self._checked:
-            return self._parts[name]
         self._load()
         name = absolute_name(name)
-        if is_file_function(name) and name not in self._parts:
-            self._load_file(name)
         if name not in self._parts:
-            self._load_entry_point(name)
+            self._import(name)
         if name not in self._parts:
             raise UsageError(f"no {self.kind} `{name}`", where=self.key, fix=f"one of {', '.join(self)}")
-        part = self._parts[name]
-        self._check(part.function, name)
-        self._checked.add(name)
-        return part
+        return self._parts[name]
 
     def parts(self) -> list[Part]:
         """All parts that iteration yields; a part that cannot be imported is left out, with a warning."""
@@ -287,7 +286,7 @@ class Registry(Mapping[str, Callable[..., Any]]):
 
     def __iter__(self) -> Iterator[str]:
         self._load()
-        known = [name for name in self._parts if not name.rpartition(":")[0].endswith(".py")]
+        known = [name for name in self._parts if not is_file_function(name)]
         yield from known
         for name, points in self._entry_points().items():
             if name not in known:
@@ -317,7 +316,12 @@ class Registry(Mapping[str, Callable[..., Any]]):
         """Name → the entry points that have it."""
         return _entry_points(tuple(sys.path)).get(self.group, {})
 
-    def _load_entry_point(self, name: str) -> None:
+    def _import(self, name: str) -> None:
+        """Adds the function of a user's file, or the entry point of this name, if there is one."""
+        if is_file_function(name):
+            with _importing():
+                self._add(name, load_function(name, key=self.key), name)
+            return
         points = self._entry_points().get(name, [])
         if not points:
             return
@@ -325,7 +329,7 @@ class Registry(Mapping[str, Callable[..., Any]]):
             what = f"{self.kind} `{name}` is an entry point of {_owners(points)}"
             raise UsageError(what, where=points[0].value, fix="uninstall one of them")
         try:
-            with _registered_under(f"{points[0].module}.py:"):  # only entry points give parts a name
+            with _importing():
                 function = points[0].load()
         except (Exception, SystemExit) as error:
             what = f"importing {self.kind} `{name}` failed: {type(error).__name__}: {error}"
@@ -333,43 +337,23 @@ class Registry(Mapping[str, Callable[..., Any]]):
             raise UsageError(what, where=points[0].value, fix=fix) from error
         self._add(name, function, points[0].value)
 
-    def _load_file(self, name: str) -> None:
-        file = name.rpartition(":")[0]
-        try:
-            with _registered_under(f"{file}:"):
-                function = load_function(name, key=self.key)
-        except UsageError:
-            for registry in Registry.all:
-                for known in [known for known in registry._parts if known.startswith(f"{file}:")]:
-                    del registry._parts[known]  # it was registered before the error
-                    registry._checked.discard(known)
-            raise
-        self._add(name, function, name)
-
     def _add(self, name: str, function: Callable[..., Any], where: str) -> None:
         """Registers an imported function under `name`, with the arguments of its decorator if it has one."""
-        if name in self._parts:
-            return
-        owner, part = self._decorated(function)
-        if owner is None or part is None:
+        self._check(function, where)
+        made = [(owner, part) for owner, part in self._decorated if part.function is function]
+        part = next((part for owner, part in made if owner is self), None)
+        if part is not None:
+            if self._parts.get(part.name) is part:
+                del self._parts[part.name]  # the user has imported the package, whose metadata name it
+            self._parts[name] = replace(part, name=name)
+        elif made:
+            owner, part = made[0]
+            what = f"{part.name} is registered as {owner._a_kind}, not as {self._a_kind}"
+            raise UsageError(what, where=where, fix=f"name it in {owner.key}")
+        else:
             USER_MODULES.add(_identity(function)[0])
             label = _first_line(function) or name.rpartition(":")[2]
             self._parts[name] = Part(name, function, label, is_decorated=False)
-        elif owner is self:
-            self._parts[name] = replace(part, name=name)
-            if not is_file_function(name) and part.name not in self._entry_points():
-                del self._parts[part.name]  # its decorator gave it another name than the package's metadata
-        else:
-            what = f"{part.name.rpartition(':')[2]} is registered as {owner._a_kind}, not as {self._a_kind}"
-            raise UsageError(what, where=where, fix=f"name it in {owner.key}")
-
-    def _decorated(self, function: Callable[..., Any]) -> tuple[Registry | None, Part | None]:
-        """The registry and the part of a function that has a decorator; this registry comes first."""
-        for registry in (self, *Registry.all):
-            for part in registry._parts.values():
-                if part.function is function and part.is_decorated:
-                    return registry, part
-        return None, None
 
     def _warn(self, text: str) -> None:
         if text not in self._warned:
@@ -389,13 +373,13 @@ class Registry(Mapping[str, Callable[..., Any]]):
 
 
 @contextmanager
-def _registered_under(prefix: str) -> Iterator[None]:
-    """Names of parts that an import registers begin with `prefix`, except those of built-in parts."""
-    outer, Registry._prefix = Registry._prefix, prefix
+def _importing() -> Iterator[None]:
+    """Decorators register no names meanwhile, except those of built-in parts."""
+    outer, Registry._is_importing = Registry._is_importing, True
     try:
         yield
     finally:
-        Registry._prefix = outer
+        Registry._is_importing = outer
 
 
 class PartWarning(UserWarning):
@@ -436,6 +420,15 @@ def _identity(function: Callable[..., Any]) -> tuple[str, str]:
     function = getattr(function, "detect", function)
     name = getattr(function, "__qualname__", "")
     return getattr(function, "__module__", None) or "", name
+
+
+def source_sha256(function: Callable[..., Any]) -> str | None:
+    """SHA-256 of the imported file that defines the function of a part; None: a built-in part."""
+    module = sys.modules.get(_identity(function)[0])
+    file = getattr(module, "__file__", None)
+    if file is None or is_builtin(function):
+        return None
+    return getattr(module, "__sha256__", None) or sha256_of(Path(file))
 
 
 @cache
@@ -532,6 +525,10 @@ ADVANTAGE_ESTIMATORS = Registry(
 )
 #: Functions without arguments that return a `Benchmark`; those of rlctl are in `prepare/benchmarks.toml`.
 NAMED_BENCHMARKS = Registry("benchmark", key="--data", module="", inputs="", takes_params=False)
+#: Functions without arguments that return a `rlctl.prepare.recipes.Layout`.
+DATA_RECIPES = Registry(
+    "data recipe", key="--recipe", module="rlctl.prepare.recipes", inputs="", takes_params=False
+)
 DIAGNOSIS_RULES = Registry(
     "diagnosis rule",
     key="--rules",

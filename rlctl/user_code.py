@@ -68,7 +68,8 @@ def call_problem(function: Callable[..., Any], *arguments: object, **options: ob
 def load_function(name: str, *, key: str) -> Callable[..., Any]:
     """Import the user's `path/to/file.py:function`, which the spec key `key` names.
 
-    A relative path starts at the working directory.
+    A relative path starts at the working directory. A file is imported once; an edited one is imported again
+    only if the function was missing, or the import failed.
 
     Raises:
         UsageError: no such file or function, or an error while importing it (with file and line).
@@ -77,8 +78,10 @@ def load_function(name: str, *, key: str) -> Callable[..., Any]:
     path = _path_of(name)
     if not path.is_file():
         raise UsageError(f"{file}: no such file", where=key, fix=f"paths are relative to {Path.cwd()}")
-    function = getattr(_import_file(path), function_name, None)
+    module = _import_file(path)
+    function = getattr(module, function_name, None)
     if not callable(function):
+        del sys.modules[module.__name__]
         what = "no such function" if function is None else f"{function_name} is not a function"
         raise UsageError(what, where=name, fix=f"define `def {function_name}(…)` in {file}")
     return function  # type: ignore[no-any-return]
@@ -104,6 +107,8 @@ def _path_of(name: str) -> Path:
 def _import_file(path: Path) -> ModuleType:
     # Files of the same name in different directories are different modules.
     name = f"rlctl_user_{path.stem}_{zlib.crc32(str(path).encode()):08x}"
+    if name in sys.modules:
+        return sys.modules[name]
     spec = importlib.util.spec_from_file_location(name, path)
     if spec is None or spec.loader is None:
         raise UsageError("not a Python file", where=str(path))
@@ -117,6 +122,7 @@ def _import_file(path: Path) -> ModuleType:
         vars(module)["__sha256__"] = hashlib.sha256(source).hexdigest()  # the file may change
         exec(compile(source, path, "exec"), vars(module))
     except (Exception, SystemExit) as error:
+        del sys.modules[name]
         what = visible(f"importing it failed: {type(error).__name__}: {error}")
         raise UsageError(what, where=_line_of(error, path), fix="correct the file") from error
     return module

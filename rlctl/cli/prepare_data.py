@@ -4,14 +4,14 @@ from __future__ import annotations
 
 from functools import partial
 from pathlib import Path
-from typing import Annotated, Any, Literal, get_args
+from typing import Annotated, Any, Literal
 
 import typer
 
 from rlctl.cli.command import Format, Out, count_option, output_option, request
 from rlctl.errors import UsageError
-from rlctl.prepare.recipe_names import RecipeChoice, RecipeName
 from rlctl.prepare.request import (
+    LAYOUT_TABLE,
     BadRows,
     Duplicates,
     Leakage,
@@ -32,11 +32,12 @@ DataSource = Annotated[
     ),
 ]
 RecipeOption = Annotated[
-    RecipeChoice,
+    str,
     typer.Option(
         "--recipe",
         metavar="NAME",
-        help=f"How columns become rows: {', '.join(get_args(RecipeName))}; auto: by the first row.",
+        help=f"How columns become rows: {', '.join(LAYOUT_TABLE['layouts'])}, or file.py:function; "
+        "auto: by the first row.",
     ),
 ]
 _policy = partial(typer.Option, metavar="POLICY")

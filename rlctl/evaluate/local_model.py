@@ -5,7 +5,6 @@ from __future__ import annotations
 import hashlib
 import json
 import re
-import sys
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from functools import partial
@@ -20,7 +19,7 @@ from rlctl.evaluate.request import Plan, lengths
 from rlctl.evaluate.samples import Pair, Response
 from rlctl.files import sha256_of
 from rlctl.model_files import local_directory
-from rlctl.registry import ROLLOUT_ENGINES, is_builtin
+from rlctl.registry import ROLLOUT_ENGINES, source_sha256
 from rlctl.rollout.engines import engine_outside_training, spec_outside_training
 from rlctl.rollout.hf import DTYPES
 from rlctl.rollout.protocol import step_seed
@@ -156,12 +155,7 @@ class LocalModel:
 
 def engine_version(name: str) -> str | None:
     """SHA-256 of the imported file that defines a user's rollout engine; None: a built-in engine."""
-    engine = ROLLOUT_ENGINES[name]
-    module = sys.modules.get(engine.__module__)
-    file = getattr(module, "__file__", None)
-    if file is None or is_builtin(engine):
-        return None
-    return getattr(module, "__sha256__", None) or sha256_of(Path(file))
+    return source_sha256(ROLLOUT_ENGINES[name])
 
 
 def files_hash(directory: Path, known: Mapping[str, str]) -> str:

@@ -15,7 +15,6 @@ from pathlib import Path
 from typing import NamedTuple
 
 from rlctl.errors import EnvironmentFailure, UsageError, first_line
-from rlctl.prepare.recipe_names import RecipeName
 from rlctl.prepare.recipes import LAYOUTS, Recipe
 from rlctl.prepare.sources import HUB, Source, find_sources
 from rlctl.registry import NAMED_BENCHMARKS
@@ -39,7 +38,7 @@ class Benchmark:
     instruction: str  # follows the question after a newline
     sha256: str | None = None  # of the file; None: not known
     split: str = "test"  # of the data set
-    recipe: RecipeName = "generic"  # how a record becomes a row, see `rlctl.prepare.recipes`
+    recipe: str = "generic"  # how a record becomes a row, see `rlctl.prepare.recipes`
     grader: str = "maths"  # grades the responses
     #: prompt_key, answer_key: columns that the recipe reads; None: its defaults
     prompt_key: str | None = None

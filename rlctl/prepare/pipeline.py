@@ -34,6 +34,7 @@ from rlctl.prepare.recipes import Recipe
 from rlctl.prepare.request import PrepareRequest, PrepareSummary, Progress
 from rlctl.prepare.sources import Source, find_sources, read_blocks, read_records
 from rlctl.prepare.transform import Staging, Transformed, TransformPlan, transform
+from rlctl.registry import DATA_RECIPES, source_sha256
 from rlctl.reward.build import knows_source
 from rlctl.track.run_dir import version_of
 
@@ -126,11 +127,12 @@ def _made_from(
     policies = ("bad_rows", "duplicates", "near_duplicates", "leakage", "check_graders", "placeholders")
     packages = ["rlctl", "pyarrow", "math-verify", "rensa"]  # that the output depends on
     packages += ["transformers"] if plan.lengths else []
+    sha256 = source_sha256(DATA_RECIPES[plan.recipe.name])
     limits = {"max_prompt_length": request.max_prompt_length, "overlong": request.overlong}
     return {
         "inputs": describe_inputs(sources),
         "against": describe_inputs([file.source for file in against]),
-        "recipe": asdict(plan.recipe),
+        "recipe": asdict(plan.recipe) | ({"sha256": sha256} if sha256 else {}),
         "split": {"seed": request.seed, **size},
         "policies": {name: getattr(request, name) for name in policies},
         "lengths": plan.lengths and plan.lengths.describe() | limits,

@@ -8,12 +8,11 @@ from __future__ import annotations
 import json
 import re
 import shlex
-import tomllib
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from decimal import Decimal, InvalidOperation
-from pathlib import Path
-from typing import Any
+from functools import cache
+from typing import Any, cast
 
 from rlctl.data.records import (
     RowError,
@@ -38,8 +37,10 @@ from rlctl.errors import UsageError
 from rlctl.markup import group_end
 from rlctl.prepare.blocks import Record
 from rlctl.prepare.programming import apps, humaneval, live_code_bench, mbpp
-from rlctl.prepare.recipe_names import RecipeChoice
+from rlctl.prepare.request import LAYOUT_TABLE
 from rlctl.prepare.sources import Source, read_records
+from rlctl.registry import DATA_RECIPES, is_builtin
+from rlctl.user_code import call_problem, line_in_user_code
 
 ANSWER_MARK = "####"
 LETTERS = "ABCDEFGHIJKLMNOPQRSTUVWXYZ"
@@ -200,13 +201,14 @@ def _openrlhf(values: Values, prompt_key: str, answer_key: str) -> Row:
 
 @dataclass(frozen=True, slots=True)
 class Layout:
-    """One column layout."""
+    """One column layout. `auto` selects only among the built-in ones."""
 
     read: Reader
     #: prompt_key, answer_key: columns read; a dot selects a nested value, `|` separates alternatives
     prompt_key: str
     answer_key: str
-    has_form: Callable[[Values], bool]  # whether the values have the form of its records
+    #: whether the values have the form of its records
+    has_form: Callable[[Values], bool] = lambda _: True
     columns: Sequence[str] = ()  # columns that its records have
     one_of: Sequence[str] = ()  # columns of which they have at least one
     data_source: str = ""  # of rows from records that name none; "": the file's name
@@ -254,15 +256,66 @@ _FORMS: dict[str, Callable[[Values], bool]] = {
 }
 
 
-def _table() -> Iterator[tuple[RecipeChoice, Layout]]:
-    table = tomllib.loads(Path(__file__).with_name("layouts.toml").read_text(encoding="utf-8"))
-    for name, fields in table["layouts"].items():
-        given = fields | {"instruction": table["instructions"].get(fields.get("instruction"), "")}
+def _table() -> Iterator[tuple[str, Layout]]:
+    for name, fields in LAYOUT_TABLE["layouts"].items():
+        given = fields | {"instruction": LAYOUT_TABLE["instructions"].get(fields.get("instruction"), "")}
         yield name, Layout(_READERS[name], has_form=_FORMS.get(name, lambda _: True), **given)
 
 
-#: Layouts by name, the more specific first: `auto` selects the first that recognises the record.
+#: Built-in layouts, the more specific first: `auto` selects the first that recognises the record.
 LAYOUTS = dict(_table())
+
+
+for _name, _layout in LAYOUTS.items():
+    _columns = f"columns {_layout.prompt_key} and {_layout.answer_key}"
+    DATA_RECIPES.register(_name, label=_columns)(lambda name=_name: LAYOUTS[name])
+
+
+@cache
+def layout_named(name: str) -> Layout:
+    """The layout of a built-in recipe, of an installed package's, or of a user's `file.py:function`.
+
+    Raises:
+        UsageError: there is none, or the function returns something else.
+    """
+    layout = DATA_RECIPES[name]()
+    if not isinstance(layout, Layout):
+        raise UsageError(f"it returned {type(layout).__name__}, not a Layout", where=name)
+    if problem := call_problem(layout.read, {}, "", ""):
+        what = f"its `read` is called with a record, prompt_key and answer_key: {problem}"
+        raise UsageError(what, where=name, fix="def read(values, prompt_key, answer_key)")
+    return layout
+
+
+def _read(layout: Layout, values: Values, prompt_key: str, answer_key: str) -> Row:
+    """The row that a layout makes of a record; what a user's function returns is checked, and parsed as data.
+
+    Raises:
+        RowError: the record cannot be read, the user's function fails, or it returns something else.
+    """
+    try:
+        row = layout.read(values, prompt_key, answer_key)
+    except Exception as error:
+        if isinstance(error, RowError) or not (line := line_in_user_code(error)):
+            raise
+        raise RowError(f"the recipe fails: {type(error).__name__}: {error} ({line})") from error
+    if is_builtin(layout.read):
+        return row
+    if not isinstance(row, Row):
+        raise RowError(f"the recipe returned {'null' if row is None else type(row).__name__}, not a Row")
+    if not isinstance(row.extra, Mapping):
+        raise RowError(f"extra is {kind_of(row.extra)}, not a mapping")
+    prompt: Any = row.prompt
+    if isinstance(prompt, list | tuple):
+        prompt = [asdict(message) if isinstance(message, Message) else message for message in prompt]
+    texts = ("data_source", "ability", "style", "split", "question", "answer")
+    return replace(
+        row,
+        prompt=parse_messages(prompt),
+        ground_truth=parse_answer(row.ground_truth, "the ground truth"),
+        extra=checked_extra(extra_of(row.extra)),
+        **cast(Any, {name: text_of(getattr(row, name)) for name in texts}),
+    )
 
 
 #: Usual names of the columns of question and answer, in lower case; the likeliest first.
@@ -274,7 +327,7 @@ _USUAL_ANSWERS = ("answer", "ground_truth", "solution", "target", "label", "outp
 class Recipe:
     """Options for converting records to rows. None: the default of the layout, see `LAYOUTS`."""
 
-    name: RecipeChoice = "auto"  # the column layout
+    name: str = "auto"  # of the layout, or `path/to/file.py:function`
     #: column of the prompt; a dot selects a nested value, `|` separates alternatives
     prompt_key: str | None = None
     answer_key: str | None = None  # column of the answer
@@ -293,7 +346,7 @@ class Recipe:
         `auto` becomes the layout of the first record with columns in `sources`; without one, `generic`.
 
         Raises:
-            UsageError: both a data source and a column of data sources are given.
+            UsageError: both a data source and a column of data sources are given, or there is no such recipe.
         """
         name = self.name
         if name == "auto":
@@ -301,7 +354,7 @@ class Recipe:
             name = recognise(next(filter(None, records), {}))
         if self.data_source and self.source_key:
             raise UsageError("--data-source and --source-key exclude each other", fix="give one of them")
-        layout = LAYOUTS[name]
+        layout = layout_named(name)
         return replace(
             self,
             name=name,
@@ -328,8 +381,8 @@ class Recipe:
         Raises:
             RowError: the record lacks a column, or a column has an invalid value.
         """
-        layout = LAYOUTS[self.name]
-        parsed = layout.read(values, self.prompt_key or "", self.answer_key or "")
+        layout = layout_named(self.name)
+        parsed = _read(layout, values, self.prompt_key or "", self.answer_key or "")
         messages = parsed.prompt
         check_last_turn(messages, continue_final_message=self.continue_final_message)
         if self.instruction:
@@ -381,7 +434,7 @@ def _question(prompt: Sequence[Message]) -> str:
     return "\n\n".join(asked or [message.content for message in prompt])
 
 
-def recognise(values: Mapping[str, Any]) -> RecipeChoice:
+def recognise(values: Mapping[str, Any]) -> str:
     """Returns the name of the first layout that recognises a record."""
     return next(name for name, layout in LAYOUTS.items() if layout.recognises(values))
 

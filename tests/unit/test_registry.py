@@ -298,6 +298,21 @@ def test_the_name_of_a_built_in_part_is_taken_before_it_is_loaded() -> None:
     subprocess.run([sys.executable, "-c", textwrap.dedent(code)], check=True)
 
 
+def test_a_file_with_several_parts_is_imported_once(tmp_path: Path) -> None:
+    (tmp_path / "two.py").write_text("state = []\ndef gap(log_ratio, params): return state\nweight = gap\n")
+    functions = [
+        registry.part(f"{tmp_path}/two.py:{name}").function
+        for registry, name in ((CORRECTION_WEIGHTS, "weight"), (REJECTION_CRITERIA, "gap"))
+    ]
+    assert functions[0](None, None) is functions[1](None, None)
+
+
+def test_a_decorated_function_that_takes_other_arguments_is_refused_at_once() -> None:
+    with pytest.raises(UsageError, match="a correction weight is called with 2 arguments"):
+        CORRECTION_WEIGHTS.register("of_one")(lambda log_ratio: log_ratio)
+    assert "of_one" not in list(CORRECTION_WEIGHTS)
+
+
 def test_a_notebook_cell_can_be_run_again() -> None:
     """It defines the function, and registers it, a second time."""
     registry = Registry("toy", key="toy", module="math")
@@ -339,7 +354,9 @@ def test_an_edit_of_the_same_size_in_the_same_second_counts(
     for value in (1, 2):
         file.write_text(f"def part():\n    return {value}\n")
         os.utime(file, (0, 0))
-        assert load_function(f"{file}:part", key="key")() == value
+        part = load_function(f"{file}:part", key="key")
+        assert part() == value
+        del sys.modules[part.__module__]  # as in a new process
 
 
 @pytest.mark.parametrize(

@@ -2,6 +2,7 @@
 
 import hashlib
 import json
+import sys
 from dataclasses import replace
 from pathlib import Path
 
@@ -237,8 +238,8 @@ def test_a_users_engine_samples_with_the_models_weights(task, tmp_path, own_engi
     Path(own_engine.partition(":")[0]).write_text(OWN_ENGINE + "# another version\n")
     _, unchanged = evaluate(replace(again, out=tmp_path / "unchanged"), quiet)
     assert unchanged.num_stored == 6, "the imported version sampled"
-    ROLLOUT_ENGINES._parts.pop(own_engine)  # as in a new process
-    ROLLOUT_ENGINES._checked.discard(own_engine)
+    part = ROLLOUT_ENGINES._parts.pop(own_engine)  # as in a new process
+    del sys.modules[part.function.__module__]
     _, changed = evaluate(replace(again, out=tmp_path / "changed"), quiet)
     assert changed.num_stored == 0, "another version of the engine may sample other responses"
     assert changed.about["sampling"]["engine_sha256"] != about["engine_sha256"]

@@ -2,14 +2,12 @@
 
 import json
 from decimal import Decimal
-from typing import get_args
 
 import pytest
 
 from rlctl.data.records import RowError
 from rlctl.data.schema import Message
 from rlctl.errors import UsageError
-from rlctl.prepare.recipe_names import RecipeName
 from rlctl.prepare.recipes import LAYOUTS, Recipe, last_boxed, recognise
 from rlctl.reward.build import grader_for
 from tests.unit.prepare.programs import APPS, HUMANEVAL, LCB, MBPP
@@ -133,10 +131,6 @@ RECORDS = {
 def read(record, recipe="auto", **options):
     name = recognise(record) if recipe == "auto" else recipe
     return Recipe(name, **options).resolve().to_row(record, "file", 3)
-
-
-def test_every_recipe_has_a_layout():
-    assert set(LAYOUTS) == set(get_args(RecipeName))
 
 
 @pytest.mark.parametrize("name", LAYOUTS)

@@ -22,38 +22,6 @@ _READY_S = 120.0
 
 
 @contextmanager
-def ssh_nodes(where: Path) -> Iterator[dict[str, str]]:
-    """Hosts `node0` and `node1`, reachable with `ssh` and `pdsh`; keys and settings are in `where`.
-
-    Yields:
-        Environment variables for users of this cluster.
-    """
-    sshd, keygen, ssh, _ = needed("sshd", "ssh-keygen", "ssh", "pdsh")
-    port = free_port()
-    for name in ("host_key", "user_key"):
-        subprocess.run([keygen, "-q", "-t", "ed25519", "-N", "", "-f", str(where / name)], check=True)
-    (where / "sshd_config").write_text(
-        f"ListenAddress 127.0.0.1:{port}\nHostKey {where}/host_key\nAuthorizedKeysFile {where}/user_key.pub\n"
-        f"PidFile none\nUsePAM no\nStrictModes no\nPasswordAuthentication no\nSetEnv {_MARK}={where}\n"
-    )
-    (where / "ssh_config").write_text(
-        f"Host node0 node1\nHostName 127.0.0.1\nPort {port}\nIdentityFile {where}/user_key\n"
-        "IdentitiesOnly yes\nStrictHostKeyChecking no\nUserKnownHostsFile /dev/null\nLogLevel ERROR\n"
-    )
-    # ssh reads ~/.ssh from the home directory in /etc/passwd, not from $HOME: other settings need a flag.
-    wrapped = where / "bin" / "ssh"
-    wrapped.parent.mkdir()
-    wrapped.write_text(f'#!/bin/sh\nexec {ssh} -F "{where}/ssh_config" "$@"\n')
-    wrapped.chmod(0o755)
-    if os.geteuid() == 0:
-        Path("/run/sshd").mkdir(exist_ok=True)  # required by sshd; normally its service creates it
-    env = {"PATH": os.pathsep.join([str(wrapped.parent), os.environ["PATH"]]), _MARK: str(where)}
-    with daemons(where, [[sshd, "-D", "-e", "-f", str(where / "sshd_config")]], env):
-        wait_for(lambda: succeeds(["ssh", "node1", "true"], env), where)
-        yield env
-
-
-@contextmanager
 def slurm_nodes(where: Path) -> Iterator[dict[str, str]]:
     """A Slurm cluster of two nodes, each with a GPU whose device file is /dev/null; all files are in `where`.
 

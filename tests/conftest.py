@@ -106,7 +106,7 @@ def embedded_cache(whole_embedded_cache: Path, tmp_path_factory: pytest.TempPath
 
 @pytest.fixture(scope="session")
 def forked_commands() -> Iterator[Path]:
-    """Directory with `python`, `rlctl`, `torchrun` and `deepspeed` that start as forks, without imports."""
+    """Directory with `python`, `rlctl` and `torchrun` that start as forks, without imports."""
     from tests.forked_python import commands
 
     with commands() as directory:

@@ -1,4 +1,4 @@
-"""`python`, `rlctl`, `torchrun` and `deepspeed` that start as forks, for processes of shells and launchers.
+"""`python`, `rlctl` and `torchrun` that start as forks, for processes of shells and launchers.
 
 Each command of `commands` is a small client. It sends its arguments, directory, environment and file
 descriptors to a server that has already imported the libraries of a run. A fork of the server runs the
@@ -56,7 +56,6 @@ _COMMANDS = {
     "python": (),
     "rlctl": ("-m", "rlctl"),
     "torchrun": ("-m", "torch.distributed.run"),
-    "deepspeed": ("-m", "deepspeed.launcher.runner"),
 }
 
 

@@ -56,7 +56,7 @@ def train(
         bool,
         typer.Option(
             "--print-command",
-            help="Print how torchrun, DeepSpeed's launcher and Slurm start this run on its nodes; then stop.",
+            help="Print how torchrun and Slurm start this run on its nodes; then stop.",
         ),
     ] = False,
     prove_sync: Annotated[

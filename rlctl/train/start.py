@@ -283,7 +283,7 @@ def _check_ranks(spec: RunSpec) -> None:
             raise UsageError(
                 f"ranks started: {world_size}, ranks of the spec: {spec.world_size}",
                 where="trainer.n_gpus_per_node × trainer.nnodes",
-                fix="use the same number in the spec and in the launcher (and its hostfile, if it has one)",
+                fix="use the same number in the spec and in the launcher",
             )
     elif spec.trainer.nnodes > 1:
         raise UsageError(

@@ -223,13 +223,13 @@ def _print_host(placement: Placement, console: Console) -> None:
 
 
 def _print_parts_of_memory(parts: list[MemoryPart], of_peak: str, console: Console) -> None:
-    rows = []
+    rows: list[tuple[str | Text, ...]] = []
     for part in parts:
         marks = [*part.phases, "pinned" if part.is_pinned else "", "/dev/shm" if part.is_shared else ""]
         shown = ", ".join(filter(None, marks))
-        words = f"{part.formula}{f' [{shown}]' if shown else ''}"
+        words = " ".join(filter(None, [part.note, f"[{shown}]" if shown else ""]))
         amount = "unknown" if part.num_bytes is None else gib(part.num_bytes)
-        rows.append((Text(part.name), Text(amount), Text(words, "dim")))
+        rows.append((part.name, amount, Text(words, "dim")))
     known = [part for part in parts if part.num_bytes is not None]
     more_than = "" if len(known) == len(parts) else "over "
     total = more_than + gib(memory_total(known)) if known else "unknown"

@@ -1,4 +1,4 @@
-"""Memory estimate per GPU: each part with its formula.
+"""Memory estimate per GPU; docs/how-to/scale.md explains its parts.
 
 Activations are the sum of the tensors that PyTorch saves for the backward pass of a Llama-like layer, as
 Transformers implements it; `benchmarks/memory.py` compares the sum with measurements. GPU and CPU save the
@@ -7,7 +7,6 @@ same tensors: autocast is not used, and the fused attention kernels save the sam
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Container, Sequence
 from dataclasses import dataclass, replace
 from typing import Literal, get_args
@@ -42,9 +41,6 @@ LIVE_PARAMETERS = 1_000_000_000
 #: through its layers; the critic's pass; the optimizers' steps.
 Phase = Literal["generation", "head", "layers", "critic", "step", "critic's step"]
 
-#: Bytes per token as a sum: dimension of the model or the batch → bytes per unit of that dimension.
-Terms = dict[str, int]
-
 
 @dataclass(frozen=True, slots=True)
 class MemoryPart:
@@ -53,9 +49,9 @@ class MemoryPart:
     name: str  # what needs the memory
     #: per GPU, or per node for a part of host memory; None if the model's dimensions are unknown
     num_bytes: float | None
-    formula: str  # in words
     #: phases in which it is allocated; empty: all. Only the largest phase counts for the peak
     phases: tuple[str, ...] = ()
+    note: str = ""  # what else to know of it
     #: page-locked host memory; `num_bytes` includes torch's rounding of each buffer up to a power of two
     is_pinned: bool = False
     is_shared: bool = False  # a file in `/dev/shm`
@@ -127,9 +123,7 @@ def rollout_workspace(spec: RunSpec, shape: Shape | None, gpu_bytes: float | Non
         tokens * 3 * (shape.hidden + shape.inner) * width,
         sequences * shape.vocab * _SAMPLER_BYTES,
     )
-    words = f"{tokens} tokens × 3 × (hidden + intermediate) × {width} bytes or {sequences} sequences × "
-    words += f"vocabulary × {_SAMPLER_BYTES} bytes; 1 GiB for CUDA graphs and libraries"
-    return [MemoryPart("rollout's workspace", largest + _GRAPH_BYTES, words, ("generation",))]
+    return [MemoryPart("rollout's workspace", largest + _GRAPH_BYTES, ("generation",))]
 
 
 @dataclass(frozen=True)
@@ -141,41 +135,25 @@ class _Layer:
     length: int  # tokens of a row, prompts and responses
     width: int  # bytes per number in the engine's dtype
 
-    def total(self, terms: Terms) -> int:
-        """Sum of the terms, in bytes per token."""
-        shape = self.shape
-        sizes = {
-            "hidden": shape.hidden,
-            "intermediate": shape.inner,
-            "heads": shape.heads,
-            "length": self.length,
-            "heads × length": shape.heads * self.length,
-            "heads × head size": shape.queries,
-            "kv heads × head size": shape.keys,
-            "(heads + kv heads) × head size": shape.queries + shape.keys,
-            "rank": self.model.lora_rank,
-        }
-        return sum(factor * sizes[dimension] for dimension, factor in terms.items())
-
-    def kept(self) -> Terms:
+    def kept(self) -> int:
         """Tensors that the forward pass saves for the backward pass."""
-        return _added(self._norms(), self._attention(), self._feed_forward())
+        return self._norms() + self._attention() + self.mask + self._feed_forward()
 
-    def backward(self) -> Terms:
+    def backward(self) -> int:
         """Gradients at the peak of the layer's backward pass.
 
         These are the gradients of the residual stream, of the norm before it, of the activated gate and of
         the up projection. With eager attention the peak may be at the softmax, whose gradient is float32; the
         tensors saved by the feed-forward layer, and the cast scores, are freed by then.
         """
-        widest = {"intermediate": 2 * self.width}
+        shape, width = self.shape, self.width
+        widest = 2 * width * shape.inner
         if self.model.attn_implementation == "eager":
-            scores = {"heads × length": 8 if self.width == 4 else 8 - self.width}
-            freed = {name: -factor for name, factor in self._feed_forward().items()}
-            widest = max(widest, scores | freed, key=self.total)
-        return {"hidden": 2 * self.width} | widest
+            scores = (8 if width == 4 else 8 - width) * shape.heads * self.length
+            widest = max(widest, scores - self._feed_forward())
+        return 2 * width * shape.hidden + widest
 
-    def _norms(self) -> Terms:
+    def _norms(self) -> int:
         """Tensors that the two norms save, and the adapters' low-rank activations.
 
         Each norm saves its input in float32, the scaled input if its weight is trained, and its output if a
@@ -185,36 +163,37 @@ class _Layer:
         readers = {"q_proj", "k_proj", "v_proj"}, {"gate_proj", "up_proj"}
         outputs = sum(bool(read.intersection(adapted)) for read in readers) if lora else 2
         each = width if self.model.use_liger else 4 + (0 if lora else width)
-        terms = {"hidden": 2 * each + outputs * width}
-        if self.shape.norms_heads:  # the rotary embedding of their outputs saves nothing
-            terms["(heads + kv heads) × head size"] = each
-        return terms | ({"rank": len(adapted) * width} if adapted else {})
+        # The rotary embedding of the outputs of norms per head saves nothing.
+        per_head = each * (self.shape.queries + self.shape.keys) * self.shape.norms_heads
+        return (2 * each + outputs * width) * self.shape.hidden + per_head + len(adapted) * width * lora
 
-    def _attention(self) -> Terms:
+    def _attention(self) -> int:
         """Queries, keys, values, the output, and what the kernel saves of the softmax."""
-        width, kernel = self.width, self.model.attn_implementation
-        if has_no_mask(kernel):  # does not repeat keys and values per head, needs no mask
-            return {"heads × head size": 2 * width, "kv heads × head size": 2 * width, "heads": 4}
-        # Rows of unequal length need a mask. With a mask, kernels need keys and values repeated per head.
-        terms = {"heads × head size": 4 * width}
+        shape, width, kernel = self.shape, self.width, self.model.attn_implementation
         if kernel == "eager":  # the softmax in float32, and cast to the dtype of the values
-            return terms | {"heads × length": 4 if width == 4 else 4 + width}
-        # The log-sum-exp per head and token, and the mask, which every layer casts from bool to `width`.
-        return terms | {"heads": 4, "length": width}
+            return 4 * width * shape.queries + (4 if width == 4 else 4 + width) * shape.heads * self.length
+        # With a mask, kernels need keys and values repeated per head. All save a log-sum-exp per head.
+        own = shape.keys if has_no_mask(kernel) else shape.queries
+        return 2 * width * (shape.queries + own) + 4 * shape.heads
 
-    def _feed_forward(self) -> Terms:
+    @property
+    def mask(self) -> int:
+        """The mask, which rows of unequal length need, and which every layer casts from bool to `width`."""
+        kernel = self.model.attn_implementation
+        return 0 if kernel == "eager" or has_no_mask(kernel) else self.width * self.length
+
+    def _feed_forward(self) -> int:
         """Gate, activated gate (not with Liger), up projection; their product if `down_proj` is trained."""
         reads = not self.model.lora_rank or "down_proj" in _adapted(self.model, self.shape)
-        return {"intermediate": (3 - self.model.use_liger + reads) * self.width}
+        return (3 - self.model.use_liger + reads) * self.width * self.shape.inner
 
 
 @dataclass(frozen=True, slots=True)
 class _Rows:
-    """Input of the layers for one micro-batch: total tokens, tokens per row, and both in words."""
+    """Input of the layers for one micro-batch: total tokens, and tokens per row."""
 
     tokens: int
     length: int
-    words: str
 
 
 class _Estimate:
@@ -266,16 +245,13 @@ class _Estimate:
         """
         width, stage, offload = self.width, self.stage, self.spec.engine.offload
         parameters = size.num_parameters
-        trained, of = adapters, "adapters' (about)"
-        if adapters is None:
-            trained = size.num_trainable
-            of = "parameters" if trained == parameters else "parameters that text reaches"
+        trained = size.num_trainable if adapters is None else adapters
         at_once = trained if stage or trained is None else min(trained, PLAIN_BUCKET)
-        moments, words = (12, "fp32 copy 4, moments 4 + 4") if stage else (8, "fp32 moments 4 + 4")
         on_host = offload != "none"
         weights = self._part(f"{whose}weights", parameters, width, 3)
-        gradients = self._part(f"{whose}gradients", trained, 4, 2, of, "fp32" if width == 2 else "")
-        optimizer = self._part(f"{whose}optimizer (AdamW)", trained, moments, 1, of, words)
+        gradients = self._part(f"{whose}gradients", trained, 4, 2)
+        # Two moments in float32, and under ZeRO a copy of the weights.
+        optimizer = self._part(f"{whose}optimizer (AdamW)", trained, 12 if stage else 8, 1)
         are_offloaded = [
             (weights, offload == "all"),
             # In bf16, stage 2 accumulates gradients on the GPU even if the optimizer is offloaded.
@@ -284,10 +260,10 @@ class _Estimate:
         ]
         # Gradients of micro-batches are accumulated in float32; in bf16, stage 1 uses this sum for the step.
         if width == 4 or stage > 1:
-            step = self._part(f"{whose}gradients of the step", at_once, 4, 1, of, "flat")
+            step = self._part(f"{whose}gradients of the step", at_once, 4, 1)
             are_offloaded.append((replace(step, phases=("critic's step" if whose else "step",)), on_host))
         parts = [
-            replace(part, num_bytes=0.0, formula="in the host's memory") if is_offloaded else part
+            replace(part, num_bytes=0.0, note="in the host's memory") if is_offloaded else part
             for part, is_offloaded in are_offloaded
         ]
         if stage < 3:
@@ -296,24 +272,13 @@ class _Estimate:
         held = (("gathered weights", LIVE_PARAMETERS, width), ("reduction buffer", REDUCE_BUCKET, 4))
         for name, most, each in held:
             num_bytes = None if parameters is None else min(parameters, most) * each
-            words = f"at most {most:,} numbers × {each} bytes"
-            parts.append(MemoryPart(f"{whose}{name}", num_bytes, words))
+            parts.append(MemoryPart(f"{whose}{name}", num_bytes))
         return parts
 
-    def _part(
-        self,
-        name: str,
-        parameters: int | None,
-        width: int,
-        sharded_from: int,
-        of: str = "parameters",
-        detail: str = "",
-    ) -> MemoryPart:
+    def _part(self, name: str, parameters: int | None, width: int, sharded_from: int) -> MemoryPart:
         """A part of `width` bytes per parameter, sharded over the ranks from ZeRO stage `sharded_from` on."""
         shards = self.spec.world_size if self.stage >= sharded_from else 1
-        words = f"{of} × {width} bytes" + (f" ({detail})" if detail else "")
-        words += f" ÷ {shards} ranks (ZeRO {self.stage})" if shards > 1 else ""
-        return MemoryPart(name, None if parameters is None else parameters * width / shards, words)
+        return MemoryPart(name, None if parameters is None else parameters * width / shards)
 
     def _rows(self, model: ModelSpec, shape: Shape, micro: int) -> _Rows:
         """Rows of a micro-batch of sequences of full length, packed as the engine packs them.
@@ -322,7 +287,7 @@ class _Estimate:
         """
         length, n = self.length, self.spec.rollout.n
         siblings = min(n, micro)
-        apart = _Rows(micro * length, length, f"{micro} sequences × {length} tokens")
+        apart = _Rows(micro * length, length)
         if has_no_mask(model.attn_implementation) or (shape.window or length) < length:
             return apart
         # The last token of a response is not an input: no scored token follows it.
@@ -336,28 +301,23 @@ class _Estimate:
         units, unit = groups * -(-siblings // together), prompt + together * response
         in_one_row = min(units, width // unit)
         tokens = -(-units // in_one_row) * in_one_row * unit
-        words = f"{units} × ({prompt} prompt + {together} × {response} response) tokens"
-        return min(_Rows(tokens, in_one_row * unit, words), apart, key=lambda rows: rows.tokens)
+        return min(_Rows(tokens, in_one_row * unit), apart, key=lambda rows: rows.tokens)
 
     def _sampling_copy(self) -> MemoryPart:
         """The rollout engine's weights; an engine that sleeps frees them during training."""
         width, shared = self.spec.rollout_width, self.spec.rollout.tensor_model_parallel_size
         parameters = self.policy.num_parameters
-        words = f"parameters × {width} bytes"
-        words += f" ÷ {shared} GPUs of an engine" if shared > 1 else ", whole on every rank"
         num_bytes = None if parameters is None else parameters * width / shared
         phases = ("generation",) if self.spec.engine_sleeps else ()
-        return MemoryPart("rollout's weights", num_bytes, words, phases)
+        return MemoryPart("rollout's weights", num_bytes, phases)
 
     def _listed_tokens(self, count: int, waiting: int) -> MemoryPart:
         """Lists of the most likely tokens, of the batch in training and of those that wait."""
         spec, batches = self.spec, 1 + waiting
         rows = -(-spec.data.train_batch_size * spec.rollout.n // spec.data_ranks)
         length = spec.data.max_response_length
-        words = f"{rows} responses × {length} tokens × {count} × 8 bytes"
-        words += f" × {batches} batches" if batches > 1 else ""
         num_bytes = 8.0 * count * batches * rows * length
-        return MemoryPart("listed tokens", num_bytes, words)
+        return MemoryPart("listed tokens", num_bytes)
 
     def _cache(self) -> MemoryPart:
         """Key-value cache of all sequences that are sampled at once."""
@@ -370,20 +330,16 @@ class _Estimate:
         # Key-value heads are sharded over an engine's GPUs, and replicated if there are fewer than GPUs.
         keys = max(shape.keys // shared, shape.head_dim)
         one = 2 * shape.layers * keys * self.length * width
-        words = f"2 × layers × kv heads × head size × {self.length} tokens"
-        words += f" ÷ {shape.keys // keys} GPUs of an engine" if keys < shape.keys else ""
         if spec.rollout_engine.forms_batches:  # its share of the GPU sets the size of the cache
             utilization, weights = spec.rollout.gpu_memory_utilization, self._sampling_copy().num_bytes
             if self.gpu_bytes is None or weights is None:
-                words += f" × {width} bytes: one sequence; vLLM has {utilization:.0%} of the GPU in all"
-                return MemoryPart("key-value cache", one, words, ("generation",))
+                note = f"of one sequence; vLLM has {utilization:.0%} of the GPU in all"
+                return MemoryPart("key-value cache", one, ("generation",), note)
             taken = weights + memory_total(rollout_workspace(spec, shape, self.gpu_bytes))
             left = max(0.0, utilization * self.gpu_bytes - taken)
-            fits = f"{left / one:.0f} sequences of {self.length} tokens"
-            words = f"{utilization:.0%} of the GPU less weights and workspace: {fits}"
-            return MemoryPart("key-value cache", left, words, ("generation",))
-        words += f" × {at_once} sequences × {width} bytes"
-        return MemoryPart("key-value cache", one * at_once, words, ("generation",))
+            note = f"for {left / one:.0f} sequences of {self.length} tokens"
+            return MemoryPart("key-value cache", left, ("generation",), note)
+        return MemoryPart("key-value cache", one * at_once, ("generation",))
 
     def _policy_pass(self) -> list[MemoryPart]:
         """The policy's largest forward and backward pass: layers, and output head on the responses."""
@@ -397,19 +353,15 @@ class _Estimate:
         # With a token budget, in the worst case all tokens are response tokens.
         responses = budget or -(-micro * spec.data.max_response_length // shared)
         # The last norm saves its input, scaled input and output (see `_norms`); the head reads the states.
-        after = {"hidden": 4 + 4 * width}
-        num_bytes = tokens * _Layer(spec.model, shape, self.length, self.width).total(after)
-        words = f"{tokens} tokens × {_listed(after)} bytes"
-        parts.append(MemoryPart("last norm and states", num_bytes, words, ("head",)))
+        num_bytes = tokens * (4 + 4 * width) * shape.hidden
+        parts.append(MemoryPart("last norm and states", num_bytes, ("head",)))
         most = logits_at_once(self.gpu_bytes)
         logits = min(responses * shape.vocab, most) * LOGIT_BYTES
-        words = f"{responses} response tokens × vocabulary (at most {most:,}) × {LOGIT_BYTES} bytes"
-        parts.append(MemoryPart("logits and their gradient", logits, words, ("head",)))
+        parts.append(MemoryPart("logits and their gradient", logits, ("head",)))
         if spec.model.lora_rank:
             return parts  # the head's weights are frozen
-        words = f"vocabulary × hidden × {width} bytes, before it is added up"
         gradient = shape.vocab * shape.hidden * width
-        return [*parts, MemoryPart("output head's gradient", gradient, words, ("head",))]
+        return [*parts, MemoryPart("output head's gradient", gradient, ("head",))]
 
     def _layers_pass(
         self,
@@ -428,34 +380,19 @@ class _Estimate:
             return [_unknown(name, phases)]
         micro, budget = sizes
         rows = self._rows(model, shape, micro)
-        tokens, words = (budget, f"{budget} tokens") if budget else (rows.tokens, rows.words)
+        tokens = budget or rows.tokens
         layer = _Layer(model, shape, self.length if budget else rows.length, self.width)
         kept, back = layer.kept(), layer.backward()
         if (shared := self.spec.engine.sequence_parallel) > 1:
-            if not budget:
-                tokens, words = -(-tokens // shared), f"{words} ÷ {shared} ranks"
-            kept |= {"length": shared * kept["length"]} if "length" in kept else {}  # each rank has all of it
+            tokens = budget or -(-tokens // shared)
+            kept += (shared - 1) * layer.mask  # each rank has all of it
         if model.enable_gradient_checkpointing:  # only the layer's input is saved; the rest is recomputed
-            kept, back = {"hidden": self.width}, _added(kept, back)
-        words = f"{words} × layers × ({_listed(kept)}) bytes"
-        one_layer = f"{tokens} tokens × ({_listed(back)}) bytes"
+            kept, back = self.width * shape.hidden, kept + back
         return [
-            MemoryPart(name, tokens * shape.layers * layer.total(kept), words, phases),
-            MemoryPart(f"{whose}one layer backward", tokens * layer.total(back), one_layer, phases[-1:]),
+            MemoryPart(name, tokens * shape.layers * kept, phases),
+            MemoryPart(f"{whose}one layer backward", tokens * back, phases[-1:]),
         ]
 
 
-def _added(*many: Terms) -> Terms:
-    """Sum of the terms: factors of the same dimension are added."""
-    result: Counter[str] = Counter()
-    for terms in many:
-        result.update(terms)
-    return dict(result)
-
-
-def _listed(terms: Terms) -> str:
-    return " + ".join(f"{factor} × {dimension}" for dimension, factor in terms.items() if factor)
-
-
 def _unknown(name: str, phases: tuple[Phase, ...]) -> MemoryPart:
-    return MemoryPart(name, None, "the model's dimensions are not known here", phases)
+    return MemoryPart(name, None, phases, "the model's dimensions are not known here")

@@ -105,38 +105,30 @@ class Placement:
         spec, ranks, parameters, whole = self.spec, self.ranks, self.size.num_parameters, self.whole
         on_gpu = self.machine.gpus > 0
         if on_gpu:
-            words = f"{ranks} × {_PROCESS_BYTES // GIB} GiB: libraries, CUDA contexts"
-            yield MemoryPart("processes", ranks * _PROCESS_BYTES, words)
+            yield MemoryPart("processes", ranks * _PROCESS_BYTES)
         if parameters is None:
-            yield MemoryPart("weights in transfer", None, "the model's size is not known here", (_LOADING,))
+            yield MemoryPart("weights in transfer", None, (_LOADING,), "the model's size is not known here")
             return
 
         if on_gpu:
-            what = "parameters" if self._reads_whole else "the largest layer's weights, twice,"
-            words = f"{ranks} ranks × {what} × {self.width} bytes, one model at a time"
             at_once = whole if self._reads_whole else self._largest_weights
-            yield MemoryPart("weights in transfer", ranks * at_once, words, (_LOADING,))
-        yield MemoryPart("export of a checkpoint", whole, "the main rank gathers all weights", (_SAVING,))
+            yield MemoryPart("weights in transfer", ranks * at_once, (_LOADING,))
+        yield MemoryPart("export of a checkpoint", whole, (_SAVING,))
         if on_gpu and spec.engine.offload != "none":
             read = self.size.num_trainable or parameters
             yield from self._offloaded(parameters, adapter_parameters(spec, self.size) or read, "")
             if spec.trains_critic:
                 yield from self._offloaded(read, read, "critic's ")
         if on_gpu and spec.engine.offload_base:
-            words = f"{ranks} ranks × parameters × {self.width} bytes, rounded up to powers of two"
-            yield MemoryPart("frozen weights", ranks * self._pinned_copy(self.width), words, is_pinned=True)
+            yield MemoryPart("frozen weights", ranks * self._pinned_copy(self.width), is_pinned=True)
         if on_gpu and self.keeps_copy:
-            words = f"{ranks // self.shared} engines × parameters × {self.sampling_width} bytes"
-            words += ", rounded up to powers of two"
             copy = ranks * self._pinned_copy(self.sampling_width, self.shared)
-            yield MemoryPart("sleeping vLLM's weights", copy, words, (_TRAINING,), is_pinned=True)
+            yield MemoryPart("sleeping vLLM's weights", copy, (_TRAINING,), is_pinned=True)
         if self.writes_weights and spec.rollout.server.weights_dir is None:
             versions = 1 if spec.syncs_adapter else 2
-            words = f"{versions} versions × parameters × {self.width} bytes"
-            yield MemoryPart("weights for the servers", versions * whole, words, is_shared=True)
+            yield MemoryPart("weights for the servers", versions * whole, is_shared=True)
         if on_gpu and spec.world_size > 1:
-            words = f"{ranks} ranks × {_NCCL_BYTES >> 20} MiB"
-            yield MemoryPart("NCCL", ranks * _NCCL_BYTES, words, is_shared=True)
+            yield MemoryPart("NCCL", ranks * _NCCL_BYTES, is_shared=True)
 
     def _offloaded(self, parameters: int, trained: int, whose: str) -> Iterator[MemoryPart]:
         """Host memory of DeepSpeed's offloading; see its `offload_optimizer`."""
@@ -147,19 +139,15 @@ class Placement:
         group = of_a_rank if self.stage < 3 else min(of_a_rank, _SUB_GROUP)
         held = _power_of_two if pins else float
         per_group = held(group * 4) / max(group, 1)
-        rounded = ", rounded up to powers of two" if pins else ""
-        words = f"{ranks} ranks × {of_a_rank:,.0f} × 4 bytes{rounded}"
         for name in ("fp32 weights", "gradients of the step"):
-            yield MemoryPart(f"{whose}{name}", ranks * of_a_rank * per_group, words, is_pinned=pins)
-        moments = f"{ranks} ranks × {of_a_rank:,.0f} × 8 bytes"
-        yield MemoryPart(f"{whose}moments", ranks * of_a_rank * 8, moments)
+            yield MemoryPart(f"{whose}{name}", ranks * of_a_rank * per_group, is_pinned=pins)
+        yield MemoryPart(f"{whose}moments", ranks * of_a_rank * 8)
         if self.stage == 3 or self.width == 4:  # in bf16, stage 2 accumulates them on the GPU
             sums = ranks * held(of_a_rank * 4)
-            yield MemoryPart(f"{whose}sums of gradients", sums, words, is_pinned=pins)
+            yield MemoryPart(f"{whose}sums of gradients", sums, is_pinned=pins)
         if spec.engine.offload == "all":
-            words = f"{ranks} ranks × parameters × {self.width} bytes ÷ {spec.world_size} ranks{rounded}"
             weights = ranks * held(parameters * self.width / spec.world_size)
-            yield MemoryPart(f"{whose}weights", weights, words, is_pinned=pins)
+            yield MemoryPart(f"{whose}weights", weights, is_pinned=pins)
 
     @property
     def _reads_whole(self) -> bool:

@@ -194,7 +194,7 @@ def test_an_engine_over_several_gpus_holds_what_one_gpu_does_not() -> None:
     left = 0.7 * MACHINES["8xh100"].gpu_bytes - weights - part(four, "rollout's workspace")
     cache = next(each for each in four.gpu_parts if each.name == "key-value cache")
     assert cache.num_bytes == left
-    assert f"{left / one:.0f} sequences" in cache.formula
+    assert f"{left / one:.0f} sequences" in cache.note
     copied = "sleeping vLLM's weights"
     kept = ("rollout.sync_every=2",)
     assert host(plan(8, *kept))[copied] < 0.6 * host(plan(4, *kept))[copied]

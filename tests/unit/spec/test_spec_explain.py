@@ -198,12 +198,12 @@ def test_memory_of_activations_by_hand():
 
 def test_the_largest_phase_counts():
     parts = [
-        MemoryPart("weights", 100.0, ""),
-        MemoryPart("activations", 50.0, "", ("head", "layers")),
-        MemoryPart("logits", 30.0, "", ("head",)),
-        MemoryPart("one layer", 40.0, "", ("layers",)),
-        MemoryPart("critic's", 80.0, "", ("critic",)),
-        MemoryPart("unknown", None, "", ("generation",)),
+        MemoryPart("weights", 100.0),
+        MemoryPart("activations", 50.0, ("head", "layers")),
+        MemoryPart("logits", 30.0, ("head",)),
+        MemoryPart("one layer", 40.0, ("layers",)),
+        MemoryPart("critic's", 80.0, ("critic",)),
+        MemoryPart("unknown", None, ("generation",)),
     ]
     assert memory_total(parts) == 100 + 50 + 40
     assert memory_total(parts[:1]) == 100

@@ -16,6 +16,8 @@ from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
+import regex
+
 from rlctl.convert.table import evaluate
 
 if TYPE_CHECKING:
@@ -26,6 +28,19 @@ _MAX_COMMANDS, _MAX_DEPTH = 5_000, 50
 _ASSIGNMENT = re.compile(r"([A-Za-z_]\w*)(\+?)=(.*)", re.DOTALL)
 _PARAMETER = re.compile(r"(#?)(!?)(\w+|[@*#?$!])(\[[^\]]*\])?(.*)", re.DOTALL)
 _COMPARISONS = {f"-{name}": getattr(operator, name) for name in ("eq", "ne", "lt", "le", "gt", "ge")}
+#: A quoted text, or `$` with what follows; one that is not closed ends with the text.
+_PIECE = regex.compile(
+    r"""(?&quoted)|(?&value)
+    (?(DEFINE)
+        (?P<escaped>\\.?)
+        (?P<double>"(?:(?&escaped)|(?&value)|[^"\\])*+(?:"|\Z))
+        (?P<quoted>'[^']*+(?:'|\Z)|`(?:(?&escaped)|[^`\\])*+(?:`|\Z)|(?&double))
+        (?P<round>\((?:(?&escaped)|'[^']*+(?:'|\Z)|(?&double)|(?&round)|[^()'"\\])*+(?:\)|\Z))
+        (?P<curly>\{(?:(?&escaped)|(?&double)|(?&curly)|[^{}"\\])*+(?:\}|\Z))
+        (?P<value>\$(?:(?&round)|(?&curly)|[A-Za-z_]\w*+|[0-9@*\#?$!]))
+    )""",
+    regex.DOTALL | regex.VERBOSE,
+)
 #: Variables with known values: programs that read a path expand `~`.
 _ENVIRONMENT = {"HOME": "~", "PWD": ".", "USER": "user", "RANDOM": "0"}
 #: Types of nodes of conditions, and of statements that are not evaluated.
@@ -451,39 +466,5 @@ def _test(words: list[str]) -> bool | None:  # noqa: PLR0911
 
 def _end_of(text: str, at: int) -> int:
     """End position of the quoted or `$` piece that starts at `at`; `at + 1` for a single character."""
-    char = text[at]
-    if char == "'":
-        end = text.find("'", at + 1)
-        return len(text) if end < 0 else end + 1
-    if char in '"`':
-        position = at + 1
-        while position < len(text) and text[position] != char:
-            if text[position] == "\\":
-                position += 1
-            elif text[position] == "$" and char == '"':
-                position = _end_of(text, position) - 1
-            position += 1
-        return min(position + 1, len(text))
-    following = text[at + 1 : at + 2]
-    if following in {"(", "{"}:
-        return _closing(text, at + 1, following, ")" if following == "(" else "}")
-    name = re.compile(r"[A-Za-z_]\w*|[0-9@*#?$!]").match(text, at + 1)
-    return name.end() if name else at + 1
-
-
-def _closing(text: str, at: int, opening: str, closing: str) -> int:
-    depth = 0
-    while at < len(text):
-        char = text[at]
-        if char == "\\":
-            at += 1
-        elif char in "'\"" and not (char == "'" and opening == "{"):
-            at = _end_of(text, at) - 1
-        elif char == opening:
-            depth += 1
-        elif char == closing:
-            depth -= 1
-            if depth == 0:
-                return at + 1
-        at += 1
-    return len(text)
+    piece = _PIECE.match(text, at)
+    return piece.end() if piece else at + 1

@@ -23,7 +23,7 @@ from rlctl.terminal import Console
 
 if TYPE_CHECKING:
     from rlctl.prepare.check import CheckReport, FileReport
-    from rlctl.prepare.lengths import Histogram, RenderedRow
+    from rlctl.prepare.lengths import LengthQuantiles, RenderedRow
 
 _COLOURS = {"error": "bold red", "warning": "bold yellow", "info": "bold blue"}
 #: Maximum number of data sources in the line of a file.
@@ -109,7 +109,7 @@ def _next(request: PrepareRequest, summary: PrepareSummary) -> list[str]:
     return ["next:", f"  rlctl train {arguments}"]
 
 
-def rows_document(shown: Sequence[RenderedRow], lengths: Histogram, *, ids: bool) -> dict[str, Any]:
+def rows_document(shown: Sequence[RenderedRow], lengths: LengthQuantiles, *, ids: bool) -> dict[str, Any]:
     """The content of `print_rows` as JSON types."""
     found = []
     for one in shown:
@@ -125,7 +125,7 @@ def rows_document(shown: Sequence[RenderedRow], lengths: Histogram, *, ids: bool
     return {"rows": found, "lengths": lengths.to_json() if lengths.total else None}
 
 
-def print_rows(console: Console, rows: Sequence[RenderedRow], lengths: Histogram, *, ids: bool) -> None:
+def print_rows(console: Console, rows: Sequence[RenderedRow], lengths: LengthQuantiles, *, ids: bool) -> None:
     """Prints rows as the model reads them, then quantiles of the lengths."""
     for shown in rows:
         console.print(Rule(Text(visible(shown.where))))
@@ -186,6 +186,6 @@ def _conclusion(findings: Sequence[DataFinding]) -> str:
     return ", ".join(named) if named else "nothing found"
 
 
-def _quantiles(lengths: Histogram) -> str:
+def _quantiles(lengths: LengthQuantiles) -> str:
     """The smallest length, quantiles, and the largest."""
     return "  ".join(f"{name} {length:,}" for name, length in lengths.summary().items())

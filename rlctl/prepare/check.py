@@ -37,7 +37,7 @@ from rlctl.prepare.findings import (
     worst_first,
 )
 from rlctl.prepare.leakage import KINDS, Reference, leakage_comparison, questions_of
-from rlctl.prepare.lengths import Histogram, MeasuredRow, PromptLengths, characters, template_findings
+from rlctl.prepare.lengths import LengthQuantiles, MeasuredRow, PromptLengths, characters, template_findings
 from rlctl.prepare.recipes import Recipe, read_rows, recognise
 from rlctl.prepare.request import Progress
 from rlctl.prepare.sources import Source, find_sources, read_blocks, read_records
@@ -91,7 +91,7 @@ class CheckReport:
 
     files: list[FileReport]  # in the order given
     findings: list[DataFinding]  # worst first
-    lengths: Histogram  # of all usable prompts
+    lengths: LengthQuantiles  # of all usable prompts
     model: dict[str, Any] | None = None  # tokenizer and template of the lengths; None: no model was given
     leakage: tuple[dict[str, Any], ...] = ()  # `leakage_comparison` of each file and file of `against`
 
@@ -124,8 +124,8 @@ def check(request: CheckRequest, progress: Progress | None = None) -> CheckRepor
     against = [(file.name, questions_of(file)) for file in find_named(request.against)]
     first = (islice(read_rows(source), SAMPLED_ROWS) for source in sources if against)
     reference = Reference(against, (row.question for _, row, _ in chain.from_iterable(first) if row))
-    histogram = Histogram("tokens" if lengths else "characters")
-    probes = _Probes(lengths, reference, request.max_prompt_length, histogram, request.continue_final_message)
+    measured = LengthQuantiles("tokens" if lengths else "characters")
+    probes = _Probes(lengths, reference, request.max_prompt_length, measured, request.continue_final_message)
     progress.phase("reading", sum(source.num_bytes for source in sources))
     checks = [_FileCheck(source, probes, progress) for source in sources]
     found = [finding for one in checks for finding in one.findings()] + _shared_questions(checks)
@@ -133,7 +133,7 @@ def check(request: CheckRequest, progress: Progress | None = None) -> CheckRepor
         found += template_findings(lengths.renderer)
     compared = tuple(comparison for one in checks for comparison in one.comparisons())
     described = lengths.describe() if lengths else None
-    return CheckReport([one.report() for one in checks], worst_first(found), histogram, described, compared)
+    return CheckReport([one.report() for one in checks], worst_first(found), measured, described, compared)
 
 
 @dataclass(frozen=True, slots=True)
@@ -143,7 +143,7 @@ class _Probes:
     lengths: PromptLengths | None  # measures prompts in tokens; None: lengths are in characters
     reference: Reference  # questions that must not occur in the files
     limit: int | None  # maximum prompt length; None: no maximum
-    histogram: Histogram  # of the lengths of all usable prompts
+    measured: LengthQuantiles  # of the lengths of all usable prompts
     continue_final_message: bool  # of the request
     truths: TruthChecks = field(default_factory=TruthChecks)
 
@@ -258,11 +258,11 @@ class _FileCheck:
         )
 
     def _check_lengths(self, usable: Sequence[tuple[Record, MeasuredRow]]) -> None:
-        probes, unit = self._probes, self._probes.histogram.unit
+        probes, unit = self._probes, self._probes.measured.unit
         context = probes.lengths.context if probes.lengths else None
         for record, one in usable:
             length = one.num_tokens if probes.lengths else characters(one.row)
-            probes.histogram.add([length])
+            probes.measured.add([length])
             if probes.limit is not None and length > probes.limit:
                 self._found.add("overlong", record.where, f"{length:,} {unit}", limit=probes.limit, unit=unit)
             if context is not None and length >= context:

@@ -16,7 +16,7 @@ from rlctl.prepare.duplicates import nearly_repeated, normalise, repeated
 from rlctl.prepare.engines import run
 from rlctl.prepare.findings import DataFinding, agree, lines, row_finding, rows, share
 from rlctl.prepare.leakage import KINDS, Found, Reference, leakage_comparison, questions_of, scan
-from rlctl.prepare.lengths import Histogram, PromptLengths, template_findings
+from rlctl.prepare.lengths import LengthQuantiles, PromptLengths, template_findings
 from rlctl.prepare.request import PrepareRequest, Progress
 from rlctl.prepare.transform import Staging
 
@@ -106,9 +106,9 @@ def decide(
     if request.leakage != "off":
         _leaks(request, against, staging, decision, progress)
     if lengths is not None:
-        histogram, tokens = Histogram("tokens"), staging.key("tokens")
-        histogram.add(tokens[decision.is_kept].tolist())
-        decision.report["lengths"] |= histogram.to_json()
+        measured, tokens = LengthQuantiles("tokens"), staging.key("tokens")
+        measured.add(tokens[decision.is_kept].tolist())
+        decision.report["lengths"] |= measured.to_json()
         decision.findings += template_findings(lengths.renderer)
         if context := lengths.context:
             beyond = np.flatnonzero(decision.is_kept & (tokens >= context))

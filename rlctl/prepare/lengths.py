@@ -22,7 +22,7 @@ from rlctl.prepare.findings import DataFinding
 from rlctl.prepare.recipes import read_rows
 from rlctl.prepare.sources import find_sources
 
-#: Number of rows measured for the length histogram.
+#: Number of rows whose prompts `show` measures.
 MEASURED_ROWS = 20_000
 _PROBE = Row("probe", (Message("user", "How much is 2 + 2?"),), "4")
 
@@ -146,7 +146,7 @@ def template_findings(renderer: Renderer) -> list[DataFinding]:
     return found
 
 
-class Histogram:
+class LengthQuantiles:
     """Lengths of prompts."""
 
     def __init__(self, unit: Literal["tokens", "characters"]) -> None:
@@ -168,23 +168,9 @@ class Histogram:
         found = np.quantile(self._lengths, shares, method="inverted_cdf") if self.total else np.zeros(5)
         return dict(zip(names, map(int, found), strict=True))
 
-    def bins(self, number: int) -> list[tuple[int, int, int]]:
-        """Histogram as (from, to, count), both ends inclusive, of at most `number` bins of equal width."""
-        if not self.total:
-            return []
-        low, high = min(self._lengths), max(self._lengths)
-        width = -(-(high - low + 1) // number)
-        starts = range(low, high + 1, width)
-        counts, _ = np.histogram(self._lengths, [*starts, high + 1])
-        return [
-            (start, min(high, start + width - 1), int(count))
-            for start, count in zip(starts, counts, strict=True)
-        ]
-
     def to_json(self) -> dict[str, Any]:
         """Returns a JSON-serializable dict."""
-        bins = [{"from": low, "to": high, "rows": count} for low, high, count in self.bins(20)]
-        return {"unit": self.unit, **self.summary(), "histogram": bins}
+        return {"unit": self.unit, **self.summary()}
 
 
 def characters(row: Row) -> int:
@@ -207,7 +193,7 @@ class RenderedRow:
 
 def show_rows(
     file: str, lengths: PromptLengths | None, *, first: int, count: int
-) -> tuple[list[RenderedRow], Histogram]:
+) -> tuple[list[RenderedRow], LengthQuantiles]:
     """Renders `count` rows of a file or directory from row `first` on, counted from 1 over all its files.
 
     Also returns the prompt lengths of the first `MEASURED_ROWS` rows. Without `lengths`, the chat template is
@@ -229,12 +215,12 @@ def show_rows(
             break
     if not shown:
         raise UsageError(f"there is no row {first}: it has {number}", where=file, fix="lower --row")
-    histogram = Histogram("tokens" if lengths else "characters")
+    measured = LengthQuantiles("tokens" if lengths else "characters")
     if lengths is None:
-        histogram.add(map(characters, rows))
+        measured.add(map(characters, rows))
     else:
-        histogram.add(one.num_tokens for one in lengths.measure(rows) if one.num_tokens)
-    return shown, histogram
+        measured.add(one.num_tokens for one in lengths.measure(rows) if one.num_tokens)
+    return shown, measured
 
 
 def _shown(where: str, row: Row | None, problem: str, lengths: PromptLengths | None) -> RenderedRow:

@@ -67,8 +67,7 @@ def test_json(bad, model, capsys):
     report = json.loads(capsys.readouterr().out)
     assert report["files"][0]["rows"] == 4
     assert [finding["code"] for finding in report["findings"]] == ["bad-rows", "duplicates"]
-    assert report["lengths"]["unit"] == "tokens"
-    assert sum(part["rows"] for part in report["lengths"]["histogram"]) == 3
+    assert (report["lengths"]["unit"], report["lengths"].keys() >= {"min", "p99", "max"}) == ("tokens", True)
 
 
 @pytest.mark.parametrize(

@@ -11,7 +11,7 @@ from rlctl.errors import UsageError
 from rlctl.prepare import findings
 from rlctl.prepare.check import CheckRequest, check
 from rlctl.prepare.findings import reaches
-from rlctl.prepare.lengths import Histogram
+from rlctl.prepare.lengths import LengthQuantiles
 from rlctl.prepare.pipeline import prepare
 from rlctl.prepare.request import PrepareRequest
 from tests.unit.prepare import small_models
@@ -247,18 +247,11 @@ def test_one_row_has_and_two_rows_have():
 
 def test_histogram_against_sorted_lengths():
     lengths = [3, 9, 9, 10, 14, 50, 51, 51, 90, 200]
-    histogram = Histogram("tokens")
-    histogram.add(lengths[:4])
-    histogram.add(lengths[4:])
-    assert histogram.summary() == {"min": 3, "p50": 14, "p90": 90, "p99": 200, "max": 200}
-    for number in (1, 3, 7, 500):
-        bins = histogram.bins(number)
-        assert len(bins) <= number
-        assert [sum(low <= length <= high for length in lengths) for low, high, _ in bins] == [
-            count for _, _, count in bins
-        ]
-        assert (bins[0][0], bins[-1][1]) == (3, 200)
-    assert Histogram("tokens").bins(5) == []
+    measured = LengthQuantiles("tokens")
+    measured.add(lengths[:4])
+    measured.add(lengths[4:])
+    assert measured.summary() == {"min": 3, "p50": 14, "p90": 90, "p99": 200, "max": 200}
+    assert set(LengthQuantiles("tokens").summary().values()) == {0}
 
 
 def test_a_limit_that_no_prompt_exceeds_is_no_finding(tmp_path):

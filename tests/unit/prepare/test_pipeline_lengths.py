@@ -49,7 +49,6 @@ def test_kept_but_counted(request_):
     assert lengths["max"] > LIMIT
     every = [11 + 2 * i for i in range(40)]  # i + 1 words, i spaces, 10 tokens of template and instruction
     assert [lengths[name] for name in ("min", "p50", "p99", "max")] == [11, every[19], every[39], every[39]]
-    assert sum(part["rows"] for part in lengths["histogram"]) == 40
     assert "overlong" in [finding["code"] for finding in summary.report["findings"]]
 
 

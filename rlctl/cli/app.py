@@ -50,8 +50,14 @@ _RENAMED = {
     ("reward", "test"): ["reward"],
     ("init",): ["presets", "show"],
 }
-#: Command that was removed → what to do instead.
-_REMOVED = {"sweep": "start `rlctl train` for each setting in a loop (docs/how-to/runs.md, “Many runs”)"}
+#: Command, or command and option, that was removed → what to do instead.
+_REMOVED = {
+    ("sweep",): "start `rlctl train` for each setting in a loop (docs/how-to/runs.md, “Many runs”)",
+    (
+        "reward",
+        "--responses",
+    ): "grade an evaluation's samples again: `rlctl evaluate DIR --regrade --reward …`",
+}
 
 app = typer.Typer(
     name="rlctl",
@@ -167,8 +173,10 @@ def run(arguments: list[str]) -> int:
                 if tuple(arguments[: len(old)]) == old:
                     echo(f"note: `rlctl {' '.join(old)}` is now `rlctl {' '.join(new)}`", err=True)
                     arguments = [*new, *arguments[len(old) :]]
-            if removed := _REMOVED.get(arguments[0] if arguments else ""):
-                raise UsageError(f"`rlctl {arguments[0]}` no longer exists", fix=removed)
+            options = {argument.partition("=")[0] for argument in arguments[1:]}
+            for words, fix in _REMOVED.items():
+                if arguments[:1] == [words[0]] and options.issuperset(words[1:]):
+                    raise UsageError(f"`rlctl {' '.join(words)}` no longer exists", fix=fix)
             app(args=arguments, prog_name="rlctl")
     except SystemExit as stop:
         return stop.code if isinstance(stop.code, int) else int(stop.code is not None)

@@ -25,16 +25,9 @@ def reward(
     data: Annotated[
         list[str], typer.Option(metavar="FILE", help="Parquet as `prepare-data` writes it; may be repeated.")
     ],
-    responses: Annotated[
-        list[str] | None,
-        typer.Option(
-            metavar="FILE",
-            help="Responses with rewards: an evaluation's samples.parquet, or a run's rollouts. Repeatable.",
-        ),
-    ] = None,
     limit: Annotated[
         int | None,
-        count_option("--limit", "-n", help="Only the first rows, and responses.", show_default="all"),
+        count_option("--limit", "-n", help="Only the first rows.", show_default="all"),
     ] = None,
     fail_on: Annotated[
         Literal["error", "disagreement", "never"],
@@ -48,35 +41,37 @@ def reward(
     Reports disagreements, failures and slow gradings.
 
     As a response, the ground truth of a row should score 1, the ground truth with a changed number 0, and an
-    empty answer 0; stored responses should get their stored scores. Tests for programs are run only on empty
-    answers. No policy is loaded.
+    empty answer 0. Tests for programs are run only on empty answers. No policy is loaded. `rlctl evaluate
+    --regrade` tries a reward on stored responses.
 
     rlctl reward maths --data data/gsm8k/train.parquet
 
     rlctl reward rewards.py:score --data train.parquet --limit 500 --fail-on error
-
-    rlctl reward run.yaml --data train.parquet --responses evaluations/base/samples.parquet
     """
-    from rlctl.cli.reward_cases import cases_of
+    from rlctl.data.prompts import messages_of
+    from rlctl.data.read import load_rows
     from rlctl.registry import GRADERS
+    from rlctl.reward.protocol import Sample
     from rlctl.reward.trial import try_reward
 
     spec = spec_named(what, GRADERS)
-    is_shaped = spec.reward.overlong.buffer_length > 0
-    cases = cases_of(data, responses or [], limit, is_shaped=is_shaped)
+    rows = {
+        row.where: Sample("", row.ground_truth, row.prompt_text, row.data_source, row.extra, messages_of(row))
+        for row in load_rows(data, continue_final_message=True)[:limit]
+    }
     from rich.progress import MofNCompleteColumn, TimeRemainingColumn
 
     from rlctl.batch import torch_device
     from rlctl.cli.output import counting, write_report
     from rlctl.reward.build import build_terms  # imports torch, which the errors above do not need
 
-    terms = build_terms(spec.reward, torch_device())
+    terms = {label: scorer for label, (_, scorer) in build_terms(spec.reward, torch_device()).items()}
     try:
         graders = {term.label: term.name for term in spec.reward.all_terms}
         with counting("grading", MofNCompleteColumn(), TimeRemainingColumn()) as count:
-            trial = try_reward(terms, graders, cases, count)
+            trial = try_reward(terms, graders, rows, count)
     finally:
-        for _, scorer in terms.values():
+        for scorer in terms.values():
             scorer.close()
     write_report(output_format, out, partial(_print, trial=trial), trial.as_document)
     is_bad = bool(trial.num_errors or (fail_on == "disagreement" and trial.num_disagreements))

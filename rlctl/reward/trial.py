@@ -5,12 +5,12 @@
 
 from __future__ import annotations
 
-import math
 import os
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from functools import cache
+from itertools import product
 from typing import Any, Literal
 
 import numpy as np
@@ -21,14 +21,14 @@ from rlctl.reward.pool import GradingPool, is_ours
 from rlctl.reward.protocol import Failure, Grade, KnownResponses, Sample, Scorer, same_and_changed
 from rlctl.user_code import is_file_function
 
-Kind = Literal["ground truth", "number changed", "empty answer", "stored response"]
+Kind = Literal["ground truth", "number changed", "empty answer"]
+#: Kind of response → its expected score.
+EXPECTED: Mapping[Kind, float] = {"ground truth": 1.0, "number changed": 0.0, "empty answer": 0.0}
 
 #: Maximum length of each list in a report.
 MAX_SHOWN = 20
 #: Characters of a response's end, and of a ground truth, in a report.
 END_CHARS = 160
-#: Tolerance of comparisons, because stored rewards are float32.
-TOLERANCE = 1e-5
 #: Maximum number of ground truths with a cached result.
 MAX_KNOWN = 100_000
 #: Maximum characters of a response in a reason.
@@ -109,18 +109,6 @@ def _problem(sample: Sample, expected: float, grade: Grade) -> str:
     return f"the grader gives {response} {grade:g}, not {expected:g}"
 
 
-@dataclass(frozen=True, slots=True)
-class Case:
-    """A response and its expected score."""
-
-    kind: Kind  # where the response comes from
-    #: the response and the information available to its grader. For `ground truth` and `number changed` the
-    #: response is derived from the ground truth for each grader: see `known_responses`
-    sample: Sample
-    expected: float | None  # its score; None: any number
-    where: str  # the row, for messages
-
-
 @dataclass(slots=True)
 class TrialCounts:
     """Counts of one term, kind and source. `num_compared` excludes errors and unknown expected scores."""
@@ -136,7 +124,7 @@ class TrialCounts:
 
 @dataclass(frozen=True, slots=True)
 class GradedCase:
-    """A case with its score."""
+    """A response with its expected score and the given one."""
 
     term: str
     kind: Kind
@@ -181,64 +169,48 @@ class Trial:
         }
 
 
-#: Name of the weighted sum, which stored rewards are compared with if there are several terms.
-SUM = "weighted sum"
-
-
 def try_reward(
-    terms: Mapping[str, tuple[float, Scorer]],
+    terms: Mapping[str, Scorer],
     graders: Mapping[str, str],
-    cases: Sequence[Case],
+    rows: Mapping[str, Sample],
     progress: Callable[[int, int], None],
 ) -> Trial:
-    """Scores the cases one at a time, so that each call is timed separately.
+    """Scores responses made of the rows' ground truths one at a time, so that each call is timed separately.
 
-    Ground truths, ground truths with a changed number, and empty answers are compared per term; stored
-    rewards are compared with the weighted sum. A term whose scores are not 0 and 1, such as a reward model,
-    is not compared. Ground truths that are not responses, such as tests for programs, are not tried.
+    A term whose scores are not 0 and 1, such as a reward model, is not compared. Ground truths that are not
+    responses, such as tests for programs, are not tried.
 
-    `terms` maps a label to (weight, scorer), `graders` maps it to the name of the grader.
+    `terms` maps a label to the scorer, `graders` maps it to the name of the grader, and `rows` maps a row's
+    place, for messages, to the sample with an empty response.
     """
     trial = Trial()
     all_counts: dict[tuple[str, Kind, str], TrialCounts] = {}
-
-    def counts_of(term: str, case: Case) -> TrialCounts:
-        key = (term, case.kind, case.sample.data_source)
-        return all_counts.setdefault(key, TrialCounts(*key))
-
     seconds: list[float] = []
     # Starts processes that start at the first call, so that the first timed call takes as long as the others.
-    of_each_source = list({case.sample.data_source: case.sample for case in cases}.values())
-    for _, scorer in terms.values():
+    of_each_source = list({row.data_source: row for row in rows.values()}.values())
+    for scorer in terms.values():
         scorer.grade(of_each_source)
-    for done, case in enumerate(cases):
-        progress(done, len(cases))
-        asked = {name: own_case for name in terms if (own_case := _case_for(graders[name], case))}
+    for done, ((where, row), kind) in enumerate(product(rows.items(), EXPECTED)):
+        progress(done, len(rows) * len(EXPECTED))
+        asked = {name: one for name in terms if (one := _asked_of(graders[name], row, kind))}
         started = time.perf_counter()
-        grades = {name: terms[name][1].grade([one.sample])[0] for name, one in asked.items()}
+        grades = {name: terms[name].grade([sample])[0] for name, (sample, _) in asked.items()}
         if asked:
             seconds.append(time.perf_counter() - started)
-        is_stored = case.kind == "stored response"
-        total = 0.0
         for name, grade in grades.items():
             if isinstance(grade, Failure) and grade.kind == "inapplicable":
                 continue
-            counts = counts_of(name, case)
+            key = (name, kind, row.data_source)
+            counts = all_counts.setdefault(key, TrialCounts(*key))
             counts.num += 1
             score = grade.score if isinstance(grade, Failure) else grade
             if isinstance(grade, Failure) and score is None:
                 counts.num_errors += 1
                 if len(trial.errors) < MAX_SHOWN:
-                    trial.errors.append(f"{name}, {case.where}: {grade.text.strip()}")
-            total += math.nan if score is None else terms[name][0] * score
-            if score is not None and not is_stored:
-                _compare(trial, counts, asked[name], score)
-        if is_stored and case.expected is not None and not math.isnan(total):
-            name = SUM if len(terms) > 1 else next(iter(terms))
-            counts = counts_of(name, case)
-            counts.num += name == SUM
-            _compare(trial, counts, case, total)
-    progress(len(cases), len(cases))
+                    trial.errors.append(f"{name}, {where}: {grade.text.strip()}")
+            elif score is not None:
+                _compare(trial, counts, where, *asked[name], score)
+    progress(1, 1)
     trial.all_counts = sorted(
         all_counts.values(), key=lambda counts: (counts.kind, counts.data_source, counts.term)
     )
@@ -249,39 +221,35 @@ def try_reward(
     return trial
 
 
-def _case_for(grader: str, case: Case) -> Case | None:
-    """The case with a grader's response and expected score; None if the case does not apply to the grader."""
-    if case.kind == "stored response":
-        return case
-    actual = grader_for(case.sample.data_source) if grader == "auto" else grader
-    truth = case.sample.ground_truth
+def _asked_of(grader: str, row: Sample, kind: Kind) -> tuple[Sample, float | None] | None:
+    """The response of this kind for the grader, and its expected score; None if it has none."""
+    actual = grader_for(row.data_source) if grader == "auto" else grader
+    truth = row.ground_truth
     try:
         known = known_responses(actual, truth)
     except ValueError:
         known = (None, None)  # the scorer reports it
     right, wrong = known or (truth, None)
-    response = {"ground truth": right, "number changed": wrong, "empty answer": case.sample.response}[
-        case.kind
-    ]
+    response = {"ground truth": right, "number changed": wrong, "empty answer": ""}[kind]
     if response is None:
         return None
-    expected = case.expected if known else None
-    sample = replace(case.sample, response=response)
+    sample = replace(row, response=response)
     # The prompt may open thoughts, in which the response would be.
-    return replace(case, sample=replace(sample, prompt="") if is_ours(actual) else sample, expected=expected)
+    return replace(sample, prompt="") if is_ours(actual) else sample, EXPECTED[kind] if known else None
 
 
-def _compare(trial: Trial, counts: TrialCounts, case: Case, got: float) -> None:
-    if case.expected is None:
+def _compare(
+    trial: Trial, counts: TrialCounts, where: str, sample: Sample, expected: float | None, got: float
+) -> None:
+    if expected is None:
         return
-    sample = case.sample
     end, truth = sample.response[-END_CHARS:], sample.ground_truth[:END_CHARS]
-    about = (counts.term, case.kind, sample.data_source, case.where)
-    graded = GradedCase(*about, end, truth, case.expected, got)
+    about = (counts.term, counts.kind, counts.data_source, where)
+    graded = GradedCase(*about, end, truth, expected, got)
     if all((one.term, one.kind) != about[:2] for one in trial.examples):
         trial.examples.append(graded)
     counts.num_compared += 1
-    if math.isclose(got, case.expected, rel_tol=TOLERANCE, abs_tol=TOLERANCE):
+    if got == expected:
         counts.num_agreeing += 1
     elif len(trial.disagreements) < MAX_SHOWN:
         trial.disagreements.append(graded)

@@ -2,8 +2,6 @@
 
 import json
 
-import pyarrow as pa
-import pyarrow.parquet as pq
 import pytest
 
 from rlctl.cli.app import run
@@ -17,10 +15,6 @@ def equal(response, ground_truth, extra_info):
 
 def generous(response): return 1.0
 """
-STORED = pa.schema(
-    [(name, pa.string()) for name in ("data_source", "prompt", "response", "ground_truth")]
-    + [("reward", pa.float32())]
-)
 
 
 @pytest.fixture
@@ -40,13 +34,6 @@ def mine(tmp_path):
 
 def row(number, truth, source="openai/gsm8k"):
     return Row(source, (Message("user", f"question {number}"),), truth, index=number, extra={"n": number})
-
-
-def stored(path, *rows):
-    names = STORED.names
-    table = pa.Table.from_pylist([dict(zip(names, values, strict=True)) for values in rows], schema=STORED)
-    pq.write_table(table, path)
-    return str(path)
 
 
 def document(capsys, *arguments):
@@ -124,52 +111,18 @@ def test_a_response_that_a_function_does_not_grade_is_no_error(data, tmp_path, c
     assert found["counts"] == []
 
 
-def test_stored_responses_are_compared_with_their_rewards(data, mine, tmp_path, capsys):
-    path = data(row(0, "72"), row(1, "72"))
-    samples = stored(
-        tmp_path / "samples.parquet",
-        ("openai/gsm8k", "<user>question 1", "72", "72", 1.0),
-        ("openai/gsm8k", "<user>question 1", "71", "72", 1.0),
-        ("openai/gsm8k", "<user>question 1", "70", "72", None),
-    )
-    found = document(capsys, f"{mine}:equal", "--data", path, "--responses", samples)
-    assert tally(found, "stored response") == (3, 2, 1, 0)
-    (one,) = found["disagreements"]
-    assert (one["expected"], one["got"], one["response_end"]) == (1.0, 0.0, "71")
-    assert one["where"] == f"{samples}:2"
-
-
-def test_terms_are_tried_one_by_one_and_stored_rewards_with_their_sum(data, mine, tmp_path, capsys):
+def test_terms_are_tried_one_by_one(data, mine, tmp_path, capsys):
     spec = tmp_path / "run.yaml"
     terms = f"[{{name: exact, weight: 2.0}}, {{name: '{mine}:equal', weight: 0.5}}]"
     spec.write_text(f"reward:\n  terms: {terms}\n")
-    samples = stored(tmp_path / "s.parquet", ("openai/gsm8k", "question 0", " 72", "72", 2.0))
-    path = data(row(0, "72"))
-    found = document(capsys, str(spec), "--data", path, "--responses", samples)
+    found = document(capsys, str(spec), "--data", data(row(0, "72")))
     by_term = {(t["term"], t["kind"]): (t["num_compared"], t["num_agreeing"]) for t in found["counts"]}
     assert by_term["exact", "ground truth"] == by_term["equal", "ground truth"] == (1, 1)
-    assert by_term["weighted sum", "stored response"] == (1, 1)
-    assert by_term["exact", "stored response"] == (0, 0)
 
 
-@pytest.mark.parametrize(
-    ("column", "value", "what"),
-    [
-        ("prompt", None, "`prompt` is empty, not a text"),
-        ("response", 72, "`response` is of type int, not a text"),
-        ("ground_truth", ["72"], "`ground_truth` is of type list, not a text"),
-        ("reward", "1.0", "`reward` is '1.0', not a number"),
-        ("extra_info", "{n: 1}", "`extra_info` is not JSON"),
-    ],
-)
-def test_a_damaged_stored_response_is_named_with_its_row(data, tmp_path, capsys, column, value, what):
-    good = {"data_source": "a", "prompt": "q", "response": "72", "ground_truth": "72", "reward": 1.0}
-    pq.write_table(pa.Table.from_pylist([good | {column: value}]), tmp_path / "s.parquet")
-    path = data(row(0, "72"))
-    assert run(["reward", "exact", "--data", path, "--responses", str(tmp_path / "s.parquet")]) == 2
-    shown = capsys.readouterr().err
-    assert what in shown
-    assert f"{tmp_path}/s.parquet:1" in shown.replace("\n", "")
+def test_the_removed_option_names_what_does_its_work(data, capsys):
+    assert run(["reward", "maths", "--data", data(row(0, "72")), "--responses=samples.parquet"]) == 2
+    assert "rlctl evaluate DIR --regrade" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(
@@ -179,12 +132,7 @@ def test_a_damaged_stored_response_is_named_with_its_row(data, tmp_path, capsys,
         (["model", "--data", "DATA"], "the reward model has no path"),
         (["maths", "--data", "gone.parquet"], "no such file"),
         (["gone.py:f", "--data", "DATA"], "no such file"),
-        (["maths", "--data", "DATA", "--responses", "gone"], "no such file or directory"),
-        (
-            ["maths", "--data", "DATA", "--responses", "DATA"],
-            "columns response, ground_truth, reward missing",
-        ),
-        (["maths", "--data", "DATA", "--responses", "BROKEN"], "cannot be read as Parquet"),
+        (["maths", "--data", "BROKEN"], "cannot be read as Parquet"),
     ],
 )
 def test_mistakes_are_named_without_a_traceback(data, tmp_path, capsys, arguments, what):

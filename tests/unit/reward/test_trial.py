@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from rlctl.reward import maths, trial
 from rlctl.reward.build import LocalScorer
 from rlctl.reward.protocol import Sample
-from rlctl.reward.trial import Case, check_ground_truths, known_responses, try_reward
+from rlctl.reward.trial import check_ground_truths, known_responses, try_reward
 from tests.packages import install_package
 
 GOOD = [
@@ -84,12 +84,11 @@ def test_the_right_and_the_wrong_response(grader, truth, right, wrong):
 
 
 def test_responses_made_of_ground_truths_are_no_thoughts() -> None:
-    """The prompt opens thoughts; a stored response that does not close them has no answer."""
-    sample = Sample("The answer is B.", "B", "<|assistant|>\n<think>\n")
-    cases = [Case("ground truth", sample, 1.0, "row 1"), Case("stored response", sample, 0.0, "row 2")]
+    """The prompt opens thoughts, which nothing closes."""
+    rows = {"row 1": Sample("", "B", "<|assistant|>\n<think>\n")}
     names = {"multiple_choice": "multiple_choice"}
-    terms = {"multiple_choice": (1.0, LocalScorer("multiple_choice"))}
-    assert try_reward(terms, names, cases, lambda *_: None).num_disagreements == 0
+    trial = try_reward({"multiple_choice": LocalScorer("multiple_choice")}, names, rows, lambda *_: None)
+    assert (trial.num_disagreements, sum(counts.num_compared for counts in trial.all_counts)) == (0, 2)
 
 
 PACKAGE = """

@@ -52,11 +52,9 @@ _RENAMED = {
 }
 #: Command, or command and option, that was removed → what to do instead.
 _REMOVED = {
-    ("sweep",): "start `rlctl train` for each setting in a loop (docs/how-to/runs.md, “Many runs”)",
-    (
-        "reward",
-        "--responses",
-    ): "grade an evaluation's samples again: `rlctl evaluate DIR --regrade --reward …`",
+    "sweep": "start `rlctl train` for each setting in a loop (docs/how-to/runs.md, “Many runs”)",
+    "export --dtype": 'AutoModelForCausalLM.from_pretrained(OUT, dtype="bfloat16").save_pretrained(…)',
+    "reward --responses": "grade an evaluation's samples again: `rlctl evaluate DIR --regrade --reward …`",
 }
 
 app = typer.Typer(
@@ -174,9 +172,10 @@ def run(arguments: list[str]) -> int:
                     echo(f"note: `rlctl {' '.join(old)}` is now `rlctl {' '.join(new)}`", err=True)
                     arguments = [*new, *arguments[len(old) :]]
             options = {argument.partition("=")[0] for argument in arguments[1:]}
-            for words, fix in _REMOVED.items():
-                if arguments[:1] == [words[0]] and options.issuperset(words[1:]):
-                    raise UsageError(f"`rlctl {' '.join(words)}` no longer exists", fix=fix)
+            for removed, fix in _REMOVED.items():
+                command, *option = removed.split()
+                if arguments[:1] == [command] and options.issuperset(option):
+                    raise UsageError(f"`rlctl {removed}` no longer exists", fix=fix)
             app(args=arguments, prog_name="rlctl")
     except SystemExit as stop:
         return stop.code if isinstance(stop.code, int) else int(stop.code is not None)

@@ -243,12 +243,11 @@ def _print_stages(placement: Placement, console: Console) -> None:
     _print_title(f"Stages on {machine.name} ({of}); seconds of a step within a factor of two", console)
     rows: list[tuple[str | Text, ...]] = []
     for stage in placement.stages():
-        amounts = [gib(num_bytes) for num_bytes in (stage.gpu, stage.host, stage.pinned, stage.shared)]
         seconds = "" if stage.seconds is None else f"{stage.seconds:,.1f}"
         moved = ", ".join(f"{gib(num_bytes)} {link}" for link, num_bytes in stage.moved.items())
-        rows.append((stage.name, *amounts, seconds, Text(moved, "dim")))
-    headings = ("stage", "GPU", "host", "pinned", "/dev/shm", "seconds", "moved")
-    print_table(console, headings, rows, right=range(1, 6), indent=2)
+        rows.append((stage.name, gib(stage.gpu), gib(stage.host), seconds, Text(moved, "dim")))
+    headings = ("stage", "GPU", "host", "seconds", "moved")
+    print_table(console, headings, rows, right=range(1, 4), indent=2)
     if total := placement.seconds().get("whole step"):
         tokens = placement.tokens() * placement.spec.world_size
         words = f"one step: {total:,.0f} s, {tokens / total:,.0f} tokens per second on all GPUs together"

@@ -8,14 +8,13 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict
 from pathlib import Path
-from time import monotonic
 from typing import TYPE_CHECKING, Any
 
-from rich.progress import TaskProgressColumn, TextColumn, TimeRemainingColumn
+from rich.progress import TaskProgressColumn, TimeRemainingColumn
 from rich.rule import Rule
 from rich.text import Text
 
-from rlctl.cli.output import progress_bar
+from rlctl.cli.output import counting
 from rlctl.errors import visible
 from rlctl.prepare.findings import DataFinding, lines, rows
 from rlctl.prepare.request import PrepareRequest, PrepareSummary, Progress
@@ -30,31 +29,11 @@ _COLOURS = {"error": "bold red", "warning": "bold yellow", "info": "bold blue"}
 _SOURCES_SHOWN = 4
 
 
-class _Bar(Progress):
-    def __init__(self, bar: Any) -> None:
-        self._bar = bar
-        self._task = bar.add_task("starting", total=None, rate="")
-        self._rows = 0
-        self._reads = False
-        self._begun = monotonic()
-
-    def phase(self, name: str, total: int) -> None:
-        self._rows, self._reads, self._begun = 0, name == "reading", monotonic()
-        self._bar.reset(self._task, description=name, total=total or None, rate="")
-        self._bar.refresh()
-
-    def advance(self, amount: int, rows: int = 0) -> None:
-        self._rows += rows if self._reads else amount
-        rate = self._rows / max(1e-3, monotonic() - self._begun)
-        self._bar.update(self._task, advance=amount, rate=f"{rate:,.0f} rows/s")
-
-
 @contextmanager
 def show_progress() -> Iterator[Progress]:
-    """A progress bar on standard error, on terminals only: bytes read and rows per second, then phases."""
-    rate = TextColumn("{task.fields[rate]}")
-    with progress_bar(TaskProgressColumn(), rate, TimeRemainingColumn()) as bar:
-        yield _Bar(bar)
+    """A progress bar on standard error, on terminals only."""
+    with counting("starting", TaskProgressColumn(), TimeRemainingColumn()) as show:
+        yield Progress(show)
 
 
 def print_summary(console: Console, request: PrepareRequest, summary: PrepareSummary) -> None:
@@ -171,10 +150,10 @@ def print_check(console: Console, report: CheckReport) -> None:
 
 
 def _about(file: FileReport) -> str:
-    named = [f"{name} {count:,}" for name, count in file.sources.items()]
+    named = [f"{name} {count:,}" for name, count in file.data_sources.items()]
     more = [f"and {len(named) - _SOURCES_SHOWN} more"] if len(named) > _SOURCES_SHOWN else []
     sources = ", ".join(named[:_SOURCES_SHOWN] + more) or "no usable row"
-    return visible(f"{file.path}: {rows(file.num_rows)}, read as {file.recipe or 'nothing'} ({sources})")
+    return visible(f"{file.path}: {rows(file.rows)}, read as {file.recipe or 'nothing'} ({sources})")
 
 
 def _conclusion(findings: Sequence[DataFinding]) -> str:

@@ -8,7 +8,7 @@ from __future__ import annotations
 import re
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from itertools import chain, islice
 from pathlib import Path
 from typing import Any
@@ -74,15 +74,10 @@ class FileReport:
 
     path: Path  # of the file
     recipe: str | None  # name of the layout of its first row; None: no row can be read
-    num_rows: int  # all rows, usable or not
+    rows: int  # all rows, usable or not
     #: name → type: the Arrow type in Parquet, otherwise the Python type of the first row's value
     columns: dict[str, str]
-    sources: dict[str, int]  # data source → usable rows
-
-    def to_json(self) -> dict[str, Any]:
-        """Returns a JSON-serializable dict."""
-        about = {"path": str(self.path), "recipe": self.recipe, "rows": self.num_rows}
-        return about | {"columns": self.columns, "data_sources": self.sources}
+    data_sources: dict[str, int]  # data source → usable rows
 
 
 @dataclass(frozen=True, slots=True)
@@ -98,8 +93,8 @@ class CheckReport:
     def to_json(self) -> dict[str, Any]:
         """Returns a JSON-serializable dict."""
         return {
-            "files": [file.to_json() for file in self.files],
-            "findings": [finding.to_json() for finding in self.findings],
+            "files": [asdict(file) | {"path": str(file.path)} for file in self.files],
+            "findings": [asdict(finding) for finding in self.findings],
             "lengths": self.lengths.to_json() if self.lengths.total else None,
             "model": self.model,
             "leakage": list(self.leakage),
@@ -176,7 +171,7 @@ class _FileCheck:
                 self._note_bad(record.where, record.problem)
             parts.append(self._check_rows(usable))
             self._num_rows += len(usable) + len(bad)
-            progress.advance(block.num_bytes, len(usable) + len(bad))
+            progress.advance(block.num_bytes)
         #: over the usable rows: hash of the question, hash of the ground truth, row number
         self.hashes = tuple(np.concatenate(part) for part in zip(*parts, strict=True))
 

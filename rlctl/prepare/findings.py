@@ -7,7 +7,7 @@ import re
 import tomllib
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
 from typing import Any, Literal
@@ -69,10 +69,6 @@ class DataFinding:
     count: int  # affected rows (or columns, files)
     examples: tuple[str, ...] = ()  # the first few, as `file:row` or `file:row: detail`
     fix: str = ""  # recommended action; "" if none is needed
-
-    def to_json(self) -> dict[str, Any]:
-        """Returns a JSON-serializable dict for manifests and reports."""
-        return asdict(self) | {"examples": list(self.examples)}
 
 
 def row_finding(

@@ -93,7 +93,7 @@ def prepare(request: PrepareRequest, progress: Progress | None = None) -> Prepar
                 split: write_split(request, split, staging, decision.is_kept & is_in, stage, progress)
                 for split, is_in in sides.items()
             }
-        reported = [finding.to_json() for finding in worst_first([*decision.findings, *found])]
+        reported = [asdict(finding) for finding in worst_first([*decision.findings, *found])]
         outputs = {file.name: sha256_of(file) for file in sorted(stage.iterdir())}
         manifest = Manifest(made_from, counts, decision.report | {"findings": reported}, shards, outputs)
         manifest.write(stage)
@@ -201,7 +201,7 @@ def _take_in(
                     found.add(kind, f"{block.path}:{number}", detail)
             by_file[block.path] += done.num_records
             by_source.update(done.sources)
-            progress.advance(block.num_bytes, done.num_records)
+            progress.advance(block.num_bytes)
     staging.finish()
     if empty := next((source.path for source in sources if not by_file[source.path]), None):
         raise UsageError("the file is empty: it has no rows", where=str(empty))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import tomllib
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
@@ -26,13 +26,20 @@ Overlong = Literal["keep", "drop"]
 
 
 class Progress:
-    """Callbacks for the progress of a preparation; this base class ignores it."""
+    """Progress in phases; `show` gets what is done, all that is to do (None: not known), and the phase."""
+
+    def __init__(self, show: Callable[..., object] = lambda *_: None) -> None:
+        self._show = show
 
     def phase(self, name: str, total: int) -> None:
-        """Called when a phase starts. The amounts passed to `advance` sum to `total`."""
+        """Starts a phase. The amounts passed to `advance` sum to `total`: bytes while reading, else rows."""
+        self._name, self._total, self._done = name, total, 0
+        self.advance(0)
 
-    def advance(self, amount: int, rows: int = 0) -> None:
-        """Called when a part is done: `amount` bytes with `rows` rows while reading, else `amount` rows."""
+    def advance(self, amount: int) -> None:
+        """A part is done."""
+        self._done += amount
+        self._show(self._done, self._total or None, self._name)
 
 
 @dataclass(frozen=True, slots=True)

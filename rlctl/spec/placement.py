@@ -60,9 +60,6 @@ class Stage:
     name: str  # load, engine, partition, generate, score, update, step, sync
     gpu: float  # peak bytes per GPU
     host: float  # peak bytes per node, including pinned and shared memory
-    #: pinned, shared: bytes of `host` that are page-locked, and that are in `/dev/shm`
-    pinned: float
-    shared: float
     moved: dict[str, float]  # link → bytes per GPU
     seconds: float | None = None  # per training step; None: the stage runs only once, or the time is unknown
 
@@ -225,13 +222,11 @@ class Placement:
             ("step", self.gpu_peak("step", "critic's step"), _TRAINING, {"host to GPU": offload}),
             ("sync", generation, _SAVING, synced),
         ]
-        seconds, shared = self.seconds(), self.shared_peak()
-        pinned = sum(part.num_bytes or 0.0 for part in self.host_parts if part.is_pinned)
-        found = []
+        seconds, found = self.seconds(), []
         for name, gpu, phase, moved in rows:
             links = {link: num_bytes for link, num_bytes in moved.items() if num_bytes}
             host = memory_total(self.host_parts, (phase,))
-            found.append(Stage(name, gpu, host, pinned, shared, links, seconds.get(name)))
+            found.append(Stage(name, gpu, host, links, seconds.get(name)))
         return found
 
     def tokens(self) -> float:

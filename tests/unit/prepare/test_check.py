@@ -59,7 +59,7 @@ def test_verls_own_files_pass_clean(tmp_path):
     report = check(CheckRequest((train, test)))
     assert report.findings == []
     first = report.files[0]
-    assert (first.recipe, first.num_rows, first.sources) == ("verl", 6, {"openai/gsm8k": 6})
+    assert (first.recipe, first.rows, first.data_sources) == ("verl", 6, {"openai/gsm8k": 6})
     assert first.columns["prompt"].startswith("list<")
     assert report.lengths.total == 12
 
@@ -115,7 +115,7 @@ def test_mixed_types_and_broken_lines_in_raw_input(tmp_path):
     report = check(CheckRequest((str(path),)))
     bad = [finding for finding in report.findings if finding.code == "bad-rows"]
     assert sorted(finding.examples[0].split(":")[1] for finding in bad) == ["2", "3", "4"]
-    assert report.files[0].num_rows == 4
+    assert report.files[0].rows == 4
     assert report.files[0].columns == {"prompt": "str", "answer": "int"}
 
 

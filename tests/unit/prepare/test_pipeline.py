@@ -175,7 +175,7 @@ def test_a_datasets_rows_have_its_name(tmp_path, name):
         with pa.ipc.new_stream(tmp_path / each / "data-00000-of-00001.arrow", table.schema) as writer:
             writer.write_table(table)
         (tmp_path / each / "state.json").write_text("{}")
-        assert set(check(CheckRequest((str(tmp_path / each),))).files[0].sources) == {each}
+        assert set(check(CheckRequest((str(tmp_path / each),))).files[0].data_sources) == {each}
         request = PrepareRequest((str(tmp_path / each),), tmp_path / "out")
         prepare(replace(request, overwrite=True))
         sources.append({row.data_source for row in all_rows(tmp_path / "out")})
@@ -290,24 +290,12 @@ def test_a_split_that_leaves_nothing_is_refused(request_, changes):
     assert not request_.out.exists()
 
 
-class Watching(Progress):
-    def __init__(self):
-        self.phases = {}
-
-    def phase(self, name, total):
-        self.now = name
-        self.phases[name] = [total, 0]
-
-    def advance(self, amount, rows=0):
-        self.phases[self.now][1] += amount
-
-
 def test_every_phase_ends_where_it_said(request_):
-    watching = Watching()
-    prepare(request_, watching)
-    assert watching.phases["reading"][0] == Path(request_.sources[0]).stat().st_size
-    assert {"reading", "duplicates", "writing train", "writing test"} <= set(watching.phases)
-    assert all(total == told for total, told in watching.phases.values())
+    told: dict[str, tuple[int, int | None]] = {}
+    prepare(request_, Progress(lambda done, total, phase: told.update({phase: (done, total)})))
+    assert told["reading"][0] == Path(request_.sources[0]).stat().st_size
+    assert {"reading", "duplicates", "writing train", "writing test"} <= set(told)
+    assert all(done == (total or 0) for done, total in told.values())
 
 
 def run_in_child(source, out, before=""):

@@ -35,22 +35,6 @@ Callback = Callable[[int, Mapping[str, float]], None]
 
 #: Log-probs may exceed 0 by rounding.
 _MAX_LOG_PROB = 1e-3
-_NO_LOSS = "has no effect: this function computes no loss"
-#: Key of `algorithm.rollout_correction` → why `correct` cannot apply it, and what to do.
-_NOT_IN_CORRECT = {
-    "bypass_mode": ("has no effect: `log_probs` decides, π_θ or π_old", "leave it out"),
-    "loss_type": (_NO_LOSS, "leave it out"),
-    "loss_params": (_NO_LOSS, "leave it out"),
-    "loss_denominator": (_NO_LOSS, "leave it out, and divide by the sum of the mask of your choice"),
-    "max_nonfinite_fraction": (
-        "has no effect: this function stops no run",
-        "read the metric rollout_corr/nonfinite_sequences",
-    ),
-    "score_centering": (
-        "score centering is a term of the loss, which this function does not compute",
-        "add `rlctl.algos.score_centering.expected_score` to your loss",
-    ),
-}
 
 
 def load_spec(
@@ -520,7 +504,8 @@ def _correction_rules(options: CorrectOptions) -> CorrectionRules:
             else found.get("ctx", {}).get("fix")
         )
         raise UsageError(in_words(found), where=where, fix=fix) from None
-    without_effect = dict(_NOT_IN_CORRECT)
+    others = spec.model_fields_set.difference(CorrectOptions.__annotations__)
+    without_effect = dict.fromkeys(others, ("has no effect on weights and rejection", "leave it out"))
     for switch, keys in READ_WITH.items():
         if not getattr(spec, switch):
             without_effect |= dict.fromkeys(keys, (f"has no effect: {switch} is None", f"set {switch} too"))

@@ -240,8 +240,16 @@ def test_options_are_typed_key_by_key() -> None:
     """What an editor completes is what the functions read, and nothing that `correct` refuses."""
     fields = {field.name for field in dataclasses.fields(EvaluateRequest)} - {"model_or_run", "data"}
     assert set(api.EvaluateOptions.__annotations__) == fields
-    refused = set(api._NOT_IN_CORRECT)
+    refused = {"bypass_mode", "loss_type", "loss_params", "loss_denominator", "score_centering"}
+    refused.add("max_nonfinite_fraction")
     assert set(api.CorrectOptions.__annotations__) == set(RolloutCorrectionSpec.model_fields) - refused
+
+
+def test_keys_of_the_loss_are_refused_unless_they_have_their_default() -> None:
+    everything = RolloutCorrectionSpec(rollout_is="token").model_dump()
+    assert rlctl.correct(A, A, MASK, **everything).weights.shape == A.shape
+    with pytest.raises(UsageError, match="loss_type: has no effect on weights and rejection"):
+        rlctl.correct(A, A, MASK, **everything | {"loss_type": "gspo"})
 
 
 def test_values_keep_their_type_and_may_nest(tmp_path: Path) -> None:

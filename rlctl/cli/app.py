@@ -54,6 +54,7 @@ _RENAMED = {
 _REMOVED = {
     "sweep": "start `rlctl train` for each setting in a loop (docs/how-to/runs.md, “Many runs”)",
     "export --dtype": 'AutoModelForCausalLM.from_pretrained(OUT, dtype="bfloat16").save_pretrained(…)',
+    "prepare-data --placeholders": "rows without an answer are never written",
     "reward --responses": "grade an evaluation's samples again: `rlctl evaluate DIR --regrade --reward …`",
 }
 

@@ -17,7 +17,6 @@ from rlctl.prepare.request import (
     Leakage,
     NearDuplicates,
     Overlong,
-    Placeholders,
     PrepareRequest,
 )
 
@@ -158,12 +157,6 @@ def parquet(
     trust_remote_code: TrustRemoteCode = False,
     chat_template_kwargs: TemplateKwargs = None,
     continue_final_message: ContinueFinalMessage = False,
-    placeholders: Annotated[
-        Placeholders,
-        _policy(
-            help="Rows graded as mathematics whose answer is a placeholder, such as 'proof': drop or keep."
-        ),
-    ] = "drop",
     check_graders: Annotated[
         bool,
         typer.Option(

@@ -53,9 +53,7 @@ def print_summary(console: Console, request: PrepareRequest, summary: PrepareSum
         median, high, longest = (f"{lengths[name]:,}" for name in ("p50", "p99", "max"))
         result.append(f"  prompt tokens: median {median}, 99 % up to {high}, longest {longest}")
     result += [f"  {line}" for line in comparison_lines(summary.report.get("leakage_checks", []))]
-    found = [
-        DataFinding(**entry | {"examples": tuple(entry["examples"])}) for entry in summary.report["findings"]
-    ]
+    found = [DataFinding(**entry) for entry in summary.report["findings"]]
     result += [f"  {line}" for line in lines(found)]
     for line in [*result, *_next(request, summary)]:
         console.print(Text(visible(line, keep="")), soft_wrap=True)

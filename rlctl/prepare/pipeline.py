@@ -27,7 +27,7 @@ from rlctl.prepare.benchmarks import NamedFile, find_named
 from rlctl.prepare.blocks import Block, Record, records_of
 from rlctl.prepare.decide import RowStatus, decide, limit_for_fraction
 from rlctl.prepare.engines import run
-from rlctl.prepare.findings import NO_ANSWER, DataFinding, RowFindings, TruthChecks, row_finding, worst_first
+from rlctl.prepare.findings import DataFinding, RowFindings, TruthChecks, row_finding, worst_first
 from rlctl.prepare.lengths import PromptLengths
 from rlctl.prepare.output import Manifest, check_replaceable, describe_inputs, read_manifest, write_split
 from rlctl.prepare.recipes import Recipe
@@ -93,7 +93,10 @@ def prepare(request: PrepareRequest, progress: Progress | None = None) -> Prepar
                 split: write_split(request, split, staging, decision.is_kept & is_in, stage, progress)
                 for split, is_in in sides.items()
             }
-        reported = [asdict(finding) for finding in worst_first([*decision.findings, *found])]
+        reported = [
+            asdict(finding) | {"examples": list(finding.examples)}
+            for finding in worst_first([*decision.findings, *found])
+        ]
         outputs = {file.name: sha256_of(file) for file in sorted(stage.iterdir())}
         manifest = Manifest(made_from, counts, decision.report | {"findings": reported}, shards, outputs)
         manifest.write(stage)
@@ -124,7 +127,7 @@ def _made_from(
 ) -> dict[str, Any]:
     by_size = request.val_size is not None
     size = {"val_size": request.val_size} if by_size else {"val_fraction": request.val_fraction}
-    policies = ("bad_rows", "duplicates", "near_duplicates", "leakage", "check_graders", "placeholders")
+    policies = ("bad_rows", "duplicates", "near_duplicates", "leakage", "check_graders")
     packages = ["rlctl", "pyarrow", "math-verify", "rensa"]  # that the output depends on
     packages += ["transformers"] if plan.lengths else []
     sha256 = source_sha256(DATA_RECIPES[plan.recipe.name])
@@ -191,10 +194,8 @@ def _take_in(
                     entry = {"file": str(bad.path), "row": bad.number, "reason": bad.problem, "raw": bad.raw}
                     quarantine.write(json.dumps(entry) + "\n")
             for place, what in done.placeholders.items():
-                is_dropped = request.placeholders == "drop" or what == NO_ANSWER
-                dropped += [staging.num_rows + place] if is_dropped else []
-                kind = "placeholder-dropped" if is_dropped else "placeholder"
-                found.add(kind, f"{block.path}:{done.keys['number'][place]}", what)
+                dropped.append(staging.num_rows + place)
+                found.add("placeholder-dropped", f"{block.path}:{done.keys['number'][place]}", what)
             staging.add(block, done)
             for number, doubts in done.doubts:
                 for kind, detail in doubts:

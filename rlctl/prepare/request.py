@@ -21,7 +21,6 @@ BadRows = Literal["refuse", "quarantine"]
 Duplicates = Literal["check", "keep", "drop"]
 NearDuplicates = Literal["count", "drop", "off"]
 Leakage = Literal["report", "drop", "refuse", "off"]
-Placeholders = Literal["drop", "keep"]
 Overlong = Literal["keep", "drop"]
 
 
@@ -65,7 +64,6 @@ class PrepareRequest:
     trust_remote_code: bool = False  # allow custom code of the model's tokenizer
     #: arguments of the model's chat template, as `data.chat_template_kwargs` in training
     chat_template_kwargs: Mapping[str, Any] = field(default_factory=dict)
-    placeholders: Placeholders = "drop"  # with rows whose ground truth is a placeholder such as "proof"
     check_graders: bool = True  # check each ground truth with the grader of its data source
     rows_per_shard: int = 1_000_000  # maximum rows of one output file
     workers: int | None = None  # local processes; None: one per core, none for a small input

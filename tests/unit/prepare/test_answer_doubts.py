@@ -1,11 +1,9 @@
 """Prompts that ask for no answer the grader can find, and golds that are placeholders."""
 
-from dataclasses import replace
-
 import pytest
 
 from rlctl.data.read import load_rows
-from rlctl.data.schema import Message, Row
+from rlctl.data.schema import Message, Row, write_rows
 from rlctl.errors import UsageError
 from rlctl.prepare.check import CheckRequest, check
 from rlctl.prepare.findings import (
@@ -155,13 +153,13 @@ def test_rows_without_an_answer_are_dropped_and_counted(tmp_path):
     assert [row.ground_truth for row in load_rows(train)] == ["12", "13"]
     assert not placeholder_notes({"data.train_files": load_rows(train)})
 
-    kept = prepare(replace(request, out=tmp_path / "kept", placeholders="keep"))
-    assert (kept.counts["train"], kept.counts["placeholders_dropped"]) == (4, 2)
-    path = str(tmp_path / "kept" / "train.parquet")
+    path = str(tmp_path / "own.parquet")
+    own = [Row("math", (Message("user", f"Find {n}."),), n) for n in ("12", "proof", "13")]
+    write_rows(tmp_path / "own.parquet", "train", own)
     (seen,) = (one for one in check(CheckRequest((path,))).findings if one.code == "placeholder")
-    assert (seen.severity, seen.count) == ("error", 2)
+    assert (seen.severity, seen.count) == ("error", 1)
     (note,) = placeholder_notes({"data.train_files": load_rows([path])})
-    assert "data.train_files: in 2 rows" in note
+    assert "data.train_files: in 1 row" in note
     assert f"{path}:2: 'proof'" in note
 
 

@@ -225,8 +225,7 @@ def _print_host(placement: Placement, console: Console) -> None:
 def _print_parts_of_memory(parts: list[MemoryPart], of_peak: str, console: Console) -> None:
     rows: list[tuple[str | Text, ...]] = []
     for part in parts:
-        marks = [*part.phases, "pinned" if part.is_pinned else "", "/dev/shm" if part.is_shared else ""]
-        shown = ", ".join(filter(None, marks))
+        shown = ", ".join([*part.phases, *(["/dev/shm"] if part.is_shared else [])])
         words = " ".join(filter(None, [part.note, f"[{shown}]" if shown else ""]))
         amount = "unknown" if part.num_bytes is None else gib(part.num_bytes)
         rows.append((part.name, amount, Text(words, "dim")))

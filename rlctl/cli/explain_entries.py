@@ -43,7 +43,7 @@ def _mentions(words: str) -> list[Entry]:
     metrics = [(metric.name, metric.definition) for metric in METRICS.values()]
     parts = [
         (part.name, f"{registry.kind}: {part.title}")
-        for registry in _registries()
+        for registry in Registry.all
         for part in registry.parts()
     ]
     presets = [(each.name, f"preset: {each.description}") for each in all_presets().values()]
@@ -90,7 +90,7 @@ def _of_metric(name: str) -> list[Entry]:
 
 def _of_parts(name: str) -> Iterator[Entry]:
     """Entries of the losses, estimators and other parts of this name, and of the rejection criterion."""
-    for registry in _registries():
+    for registry in Registry.all:
         if name in set(registry) and registry is not REJECTION_CRITERIA:
             part = registry.part(name)
             about = {"meaning": f"{registry.kind}: {part.title}", "key": registry.key}
@@ -102,14 +102,9 @@ def _of_parts(name: str) -> Iterator[Entry]:
         yield {"name": name, "meaning": meaning, "key": REJECTION_CRITERIA.key, **criterion_bands(name)}
 
 
-def _registries() -> list[Registry]:
-    """Registries of the parts that a spec or an option names; their modules import no torch."""
-    return list(Registry.all)
-
-
 def _nearest(name: str) -> str | None:
     """Suggestion for an unknown name."""
-    parts = [*criteria_names(), *(part for registry in _registries() for part in registry)]
+    parts = [*criteria_names(), *(part for registry in Registry.all for part in registry)]
     names = METRICS if "/" in name else [*known_sections(), *parts]
     near = did_you_mean(name, names, cutoff=0.8) or advice_for(name)
     return near or did_you_mean(name, METRICS, "`rlctl explain --format markdown` lists every key")

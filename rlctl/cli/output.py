@@ -68,19 +68,14 @@ def print_indented(text: Text, indent: int, console: Console, head: Text | None 
     console.print(grid)
 
 
-def progress_bar(*columns: ProgressColumn) -> Progress:
-    """A progress bar on standard error, on terminals only: description, bar, then `columns`."""
-    console = Console(stderr=True)
-    text = TextColumn("{task.description}", markup=False)
-    return Progress(
-        text, BarColumn(), *columns, console=console, transient=True, disable=not console.is_terminal
-    )
-
-
 @contextmanager
 def counting(text: str, *columns: ProgressColumn) -> Iterator[Callable[..., None]]:
-    """A `progress_bar` of one activity; yields the function that updates it: (done, total, description)."""
-    with progress_bar(*columns) as bar:
+    """A progress bar on standard error, on terminals only: description, bar, then `columns`.
+
+    Yields the function that updates it: (done, total, description).
+    """
+    console, shown = Console(stderr=True), (TextColumn("{task.description}", markup=False), BarColumn())
+    with Progress(*shown, *columns, console=console, transient=True, disable=not console.is_terminal) as bar:
         task = bar.add_task(text, total=None)
 
         def update(done: int, total: int, doing: str = text) -> None:

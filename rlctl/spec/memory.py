@@ -51,9 +51,7 @@ class MemoryPart:
     num_bytes: float | None
     #: phases in which it is allocated; empty: all. Only the largest phase counts for the peak
     phases: tuple[str, ...] = ()
-    note: str = ""  # what else to know of it
-    #: page-locked host memory; `num_bytes` includes torch's rounding of each buffer up to a power of two
-    is_pinned: bool = False
+    note: str = ""  # what else to know of it; of page-locked host memory: `pinned`
     is_shared: bool = False  # a file in `/dev/shm`
 
 

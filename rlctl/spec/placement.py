@@ -117,10 +117,10 @@ class Placement:
             if spec.trains_critic:
                 yield from self._offloaded(read, read, "critic's ")
         if on_gpu and spec.engine.offload_base:
-            yield MemoryPart("frozen weights", ranks * self._pinned_copy(self.width), is_pinned=True)
+            yield MemoryPart("frozen weights", ranks * self._pinned_copy(self.width), note="pinned")
         if on_gpu and self.keeps_copy:
             copy = ranks * self._pinned_copy(self.sampling_width, self.shared)
-            yield MemoryPart("sleeping vLLM's weights", copy, (_TRAINING,), is_pinned=True)
+            yield MemoryPart("sleeping vLLM's weights", copy, (_TRAINING,), note="pinned")
         if self.writes_weights and spec.rollout.server.weights_dir is None:
             versions = 1 if spec.syncs_adapter else 2
             yield MemoryPart("weights for the servers", versions * whole, is_shared=True)
@@ -134,17 +134,17 @@ class Placement:
         config = spec.engine.deepspeed.get("zero_optimization", {})
         pins = bool(config.get("offload_optimizer", {}).get("pin_memory", True))
         group = of_a_rank if self.stage < 3 else min(of_a_rank, _SUB_GROUP)
-        held = _power_of_two if pins else float
+        held, note = (_power_of_two, "pinned") if pins else (float, "")
         per_group = held(group * 4) / max(group, 1)
         for name in ("fp32 weights", "gradients of the step"):
-            yield MemoryPart(f"{whose}{name}", ranks * of_a_rank * per_group, is_pinned=pins)
+            yield MemoryPart(f"{whose}{name}", ranks * of_a_rank * per_group, note=note)
         yield MemoryPart(f"{whose}moments", ranks * of_a_rank * 8)
         if self.stage == 3 or self.width == 4:  # in bf16, stage 2 accumulates them on the GPU
             sums = ranks * held(of_a_rank * 4)
-            yield MemoryPart(f"{whose}sums of gradients", sums, is_pinned=pins)
+            yield MemoryPart(f"{whose}sums of gradients", sums, note=note)
         if spec.engine.offload == "all":
             weights = ranks * held(parameters * self.width / spec.world_size)
-            yield MemoryPart(f"{whose}weights", weights, is_pinned=pins)
+            yield MemoryPart(f"{whose}weights", weights, note=note)
 
     @property
     def _reads_whole(self) -> bool:

@@ -149,6 +149,21 @@ def test_a_removed_command_says_what_to_do_instead(capsys) -> None:
     assert "docs/how-to/runs.md" in capsys.readouterr().err
 
 
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (["export", "runs/first", "--out", "model", "--dtype=bf16"], "save_pretrained"),
+        (["reward", "maths", "--responses", "samples.parquet"], "rlctl evaluate DIR --regrade"),
+        (["prepare-data", "parquet", "a.csv", "--placeholders", "keep"], "are never written"),
+    ],
+)
+def test_a_removed_option_says_what_to_do_instead(arguments, words, capsys):
+    assert run(arguments) == 2
+    shown = capsys.readouterr().err
+    assert "no longer exists" in shown
+    assert words in shown
+
+
 def test_a_directory_is_called_one(tmp_path, capsys) -> None:
     assert run(["train", str(tmp_path)]) == 2
     assert "this is a directory: name a spec file in it" in capsys.readouterr().err

@@ -120,11 +120,6 @@ def test_terms_are_tried_one_by_one(data, mine, tmp_path, capsys):
     assert by_term["exact", "ground truth"] == by_term["equal", "ground truth"] == (1, 1)
 
 
-def test_the_removed_option_names_what_does_its_work(data, capsys):
-    assert run(["reward", "maths", "--data", data(row(0, "72")), "--responses=samples.parquet"]) == 2
-    assert "rlctl evaluate DIR --regrade" in capsys.readouterr().err
-
-
 @pytest.mark.parametrize(
     ("arguments", "what"),
     [

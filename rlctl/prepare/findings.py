@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ast
 import re
 import tomllib
 from collections import Counter
@@ -166,30 +165,12 @@ def text_doubts(row: Row) -> Iterator[Doubt]:
 
 
 def row_doubts(row: Row, values: Mapping[str, Any]) -> list[Doubt]:
-    """Doubts about pictures and sound in the record's `values`, the answer's format, and tests."""
+    """Doubts about pictures and sound in the record's `values`, and the answer's format."""
     doubts: list[Doubt] = [("media", name) for name in _MEDIA if values.get(name)]
     if row.is_ruled and grader_for(row.data_source) == "maths" and not specifies_answer_form(row):
         known = knows_source(row.data_source)
         doubts.append(("no-answer-form" if known else "no-answer-form-unknown", ""))
-    if name := uncalled_tests(row):
-        doubts.append(("uncalled-tests", name))
     return doubts
-
-
-def uncalled_tests(row: Row) -> str:
-    """Name of a function with asserts if the tests of programs are only in functions that nothing calls."""
-    if grader_for(row.data_source) != "code" or row.ground_truth.lstrip().startswith("{"):
-        return ""
-    try:
-        body = ast.parse(row.ground_truth).body
-    except (SyntaxError, ValueError, RecursionError, MemoryError):  # the grader refuses it
-        return ""
-    defined = {one.name: one for one in body if isinstance(one, ast.FunctionDef | ast.ClassDef)}
-    others = [node for one in body if one not in defined.values() for node in ast.walk(one)]
-    if any(isinstance(node, ast.Assert) or getattr(node, "id", None) in defined for node in others):
-        return ""
-    tests = (name for name, one in defined.items() if any(isinstance(n, ast.Assert) for n in ast.walk(one)))
-    return next(tests, "")
 
 
 def placeholder(row: Row) -> str:

@@ -5,14 +5,11 @@ import json
 import os
 import pickle
 import zlib
-from dataclasses import asdict
 
 import pytest
 
 from rlctl.data.records import RowError
-from rlctl.data.schema import Message, Row
 from rlctl.prepare.check import CheckRequest, check
-from rlctl.prepare.findings import uncalled_tests
 from rlctl.prepare.pipeline import prepare
 from rlctl.prepare.recipes import LAYOUTS, Recipe, recognise
 from rlctl.prepare.request import PrepareRequest
@@ -59,30 +56,6 @@ def test_check_prepare_and_evaluate_accept_them(tmp_path):
         assert [finding.code for finding in check(CheckRequest((source,))).findings] == []
         request = PrepareRequest((source,), tmp_path / f"out {name}", val_fraction=0.0)
         assert prepare(request).counts["train"] == 1
-
-
-def test_tests_that_nothing_calls_are_a_finding(tmp_path):
-    row = Row("humaneval", (Message("user", "f?"),), HUMANEVAL["test"])
-    assert uncalled_tests(row) == "check"
-    for called in ("check(double)", "for f in [check]:\n    f(double)", "if True:\n    check(double)"):
-        assert uncalled_tests(Row("humaneval", row.prompt, f"{row.ground_truth}\n{called}\n")) == ""
-    in_class = "class Tests:\n    def test(self):\n        assert double(1) == 2\n"
-    assert uncalled_tests(Row("mbpp", row.prompt, in_class)) == "Tests"
-    assert uncalled_tests(Row("mbpp", row.prompt, f"{in_class}\nTests().test()")) == ""
-    assert uncalled_tests(Row("mbpp", row.prompt, "def helper():\n    assert 1\nassert double(1) == 2")) == ""
-    record = {
-        "data_source": "humaneval",
-        "prompt": [{"role": "user", "content": "Write double(n)."}],
-        "reward_model": {"style": "rule", "ground_truth": HUMANEVAL["test"]},
-    }
-    source = write_jsonl(tmp_path / "rows.jsonl", [record])
-    for findings in (
-        [asdict(finding) for finding in check(CheckRequest((str(source),))).findings],
-        prepare(PrepareRequest((str(source),), tmp_path / "out", val_fraction=0.0)).report["findings"],
-    ):
-        (found,) = findings
-        assert (found["code"], found["severity"]) == ("uncalled-tests", "error")
-        assert list(found["examples"]) == [f"{source}:1: check"]
 
 
 class Evil:

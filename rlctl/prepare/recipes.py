@@ -281,6 +281,9 @@ def layout_named(name: str) -> Layout:
     layout = DATA_RECIPES[name]()
     if not isinstance(layout, Layout):
         raise UsageError(f"it returned {type(layout).__name__}, not a Layout", where=name)
+    for field in ("prompt_key", "answer_key", "data_source", "instruction"):
+        if not isinstance(value := getattr(layout, field), str):
+            raise UsageError(f"{field} of its Layout is {kind_of(value)}, not text", where=name)
     if problem := call_problem(layout.read, {}, "", ""):
         what = f"its `read` is called with a record, prompt_key and answer_key: {problem}"
         raise UsageError(what, where=name, fix="def read(values, prompt_key, answer_key)")
@@ -293,14 +296,15 @@ def _read(layout: Layout, values: Values, prompt_key: str, answer_key: str) -> R
     Raises:
         RowError: the record cannot be read, the user's function fails, or it returns something else.
     """
+    if is_builtin(layout.read):
+        return layout.read(values, prompt_key, answer_key)
     try:
         row = layout.read(values, prompt_key, answer_key)
+    except RowError:
+        raise
     except Exception as error:
-        if isinstance(error, RowError) or not (line := line_in_user_code(error)):
-            raise
+        line = line_in_user_code(error) or layout.read.__module__
         raise RowError(f"the recipe fails: {type(error).__name__}: {error} ({line})") from error
-    if is_builtin(layout.read):
-        return row
     if not isinstance(row, Row):
         raise RowError(f"the recipe returned {'null' if row is None else type(row).__name__}, not a Row")
     if not isinstance(row.extra, Mapping):

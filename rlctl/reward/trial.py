@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -29,6 +30,8 @@ EXPECTED: Mapping[Kind, float] = {"ground truth": 1.0, "number changed": 0.0, "e
 MAX_SHOWN = 20
 #: Characters of a response's end, and of a ground truth, in a report.
 END_CHARS = 160
+#: Tolerance of comparisons: scores may be float32.
+TOLERANCE = 1e-5
 #: Maximum number of ground truths with a cached result.
 MAX_KNOWN = 100_000
 #: Maximum characters of a response in a reason.
@@ -249,7 +252,7 @@ def _compare(
     if all((one.term, one.kind) != about[:2] for one in trial.examples):
         trial.examples.append(graded)
     counts.num_compared += 1
-    if got == expected:
+    if math.isclose(got, expected, rel_tol=TOLERANCE, abs_tol=TOLERANCE):
         counts.num_agreeing += 1
     elif len(trial.disagreements) < MAX_SHOWN:
         trial.disagreements.append(graded)

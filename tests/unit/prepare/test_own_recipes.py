@@ -116,6 +116,7 @@ def test_a_recipe_that_fails_on_a_row_names_the_row_and_its_line(prepare, tmp_pa
         ("missing.py:f", ["no such file", "--recipe"]),
         ("mine.py:absent", ["no such function"]),
         ("mine.py:text", ["it returned str, not a Layout"]),
+        ("mine.py:of_number", ["answer_key of its Layout is of type int, not text"]),
         ("mine.py:of_one", ["prompt_key and answer_key", "def read(values, prompt_key, answer_key)"]),
         ("mine.py:grader", ["registered as a grader, not as a data recipe"]),
     ],
@@ -125,6 +126,7 @@ def test_what_is_no_recipe_is_refused(prepare, tmp_path, monkeypatch, recipe, wo
     Path("mine.py").write_text(
         "from rlctl.prepare.recipes import Layout\nfrom rlctl.registry import GRADERS\n\n"
         "def text(): return 'question'\n\n"
+        "def of_number(): return Layout(lambda values, prompt, answer: None, 'question', 1)\n\n"
         "def of_one(): return Layout(lambda values: None, 'question', 'answer')\n\n"
         "@GRADERS.register()\ndef grader(response, ground_truth): return 1.0\n"
     )

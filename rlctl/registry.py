@@ -525,10 +525,8 @@ ADVANTAGE_ESTIMATORS = Registry(
 )
 #: Functions without arguments that return a `Benchmark`; those of rlctl are in `prepare/benchmarks.toml`.
 NAMED_BENCHMARKS = Registry("benchmark", key="--data", module="", inputs="", takes_params=False)
-#: Functions without arguments that return a `rlctl.prepare.recipes.Layout`.
-DATA_RECIPES = Registry(
-    "data recipe", key="--recipe", module="rlctl.prepare.recipes", inputs="", takes_params=False
-)
+#: Functions without arguments that return a `Layout`; those of rlctl are in `prepare/recipes.py`.
+DATA_RECIPES = Registry("data recipe", key="--recipe", module="", inputs="", takes_params=False)
 DIAGNOSIS_RULES = Registry(
     "diagnosis rule",
     key="--rules",

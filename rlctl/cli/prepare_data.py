@@ -10,8 +10,8 @@ import typer
 
 from rlctl.cli.command import Format, Out, count_option, output_option, request
 from rlctl.errors import UsageError
+from rlctl.prepare.layouts import LAYOUT_TABLE
 from rlctl.prepare.request import (
-    LAYOUT_TABLE,
     BadRows,
     Duplicates,
     Leakage,

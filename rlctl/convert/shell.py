@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from fnmatch import translate
 from functools import cache
 from pathlib import Path
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING
 
 import regex
 
@@ -50,7 +50,7 @@ _UNREAD = {"while_statement", "case_statement", "c_style_for_statement", "select
 
 @dataclass(frozen=True, slots=True)
 class Arg:
-    """One expanded argument of a command, and the line of its word."""
+    """One argument of a command, expanded, or a word as it is written, with quotes; and its line."""
 
     text: str
     line: int
@@ -97,19 +97,12 @@ def _raw(node: Node) -> str:
     return (node.text or b"").decode("utf-8", "replace")
 
 
-class _Word(NamedTuple):
-    """A word as it is written, with quotes, and its line."""
-
-    raw: str
-    line: int
-
-
-def _words(node: Node, after: str = "") -> list[_Word]:
+def _words(node: Node, after: str = "") -> list[Arg]:
     """Words of a command, of an array, or of a `for` after `in`.
 
     The parser divides some words; nothing is between their parts.
     """
-    words: list[_Word] = []
+    words: list[Arg] = []
     end = -1
     is_read = not after
     for part in node.children:
@@ -119,9 +112,9 @@ def _words(node: Node, after: str = "") -> list[_Word]:
             continue
         raw = _raw(part)
         if part.start_byte == end:
-            words[-1] = _Word(words[-1].raw + raw, words[-1].line)
+            words[-1] = Arg(words[-1].text + raw, words[-1].line)
         else:
-            words.append(_Word(raw, part.start_point.row + 1))
+            words.append(Arg(raw, part.start_point.row + 1))
         end = part.end_byte
     return words
 
@@ -233,7 +226,7 @@ class _Shell:
 
     def _command(self, node: Node, document: str | None) -> bool | None:
         words = _words(node)
-        while words and (assigned := _ASSIGNMENT.fullmatch(words[0].raw)):
+        while words and (assigned := _ASSIGNMENT.fullmatch(words[0].text)):
             self._set(*assigned.groups())
             words.pop(0)
         if not words:
@@ -287,11 +280,11 @@ class _Shell:
             return
         self.run(file.read_text(encoding="utf-8", errors="replace"))
 
-    def _expand(self, word: _Word) -> list[Arg]:
+    def _expand(self, word: Arg) -> list[Arg]:
         """Expands a word to arguments; elements of an array keep their lines."""
         args: list[Arg] = []
         current: str | None = None  # text of an argument that is not complete yet
-        for part, is_whole in self._parts(word.raw):
+        for part, is_whole in self._parts(word.text):
             if isinstance(part, list) and not current:
                 args += part
                 current = None

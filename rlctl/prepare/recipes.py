@@ -36,11 +36,11 @@ from rlctl.data.schema import Message, Row
 from rlctl.errors import UsageError
 from rlctl.markup import group_end
 from rlctl.prepare.blocks import Record
+from rlctl.prepare.layouts import LAYOUT_TABLE
 from rlctl.prepare.programming import apps, humaneval, live_code_bench, mbpp
-from rlctl.prepare.request import LAYOUT_TABLE
 from rlctl.prepare.sources import Source, read_records
 from rlctl.registry import DATA_RECIPES, is_builtin
-from rlctl.user_code import call_problem, line_in_user_code
+from rlctl.user_code import call_problem, is_file_function, line_in_user_code
 
 ANSWER_MARK = "####"
 LETTERS = "ABCDEFGHIJKLMNOPQRSTUVWXYZ"
@@ -266,11 +266,6 @@ def _table() -> Iterator[tuple[str, Layout]]:
 LAYOUTS = dict(_table())
 
 
-for _name, _layout in LAYOUTS.items():
-    _columns = f"columns {_layout.prompt_key} and {_layout.answer_key}"
-    DATA_RECIPES.register(_name, label=_columns)(lambda name=_name: LAYOUTS[name])
-
-
 @cache
 def layout_named(name: str) -> Layout:
     """The layout of a built-in recipe, of an installed package's, or of a user's `file.py:function`.
@@ -278,6 +273,12 @@ def layout_named(name: str) -> Layout:
     Raises:
         UsageError: there is none, or the function returns something else.
     """
+    if name in LAYOUTS:
+        return LAYOUTS[name]
+    if not is_file_function(name) and name not in set(DATA_RECIPES):
+        known = ", ".join([*LAYOUTS, *DATA_RECIPES])
+        fix = f"one of {known}, or path/to/file.py:function"
+        raise UsageError(f"no data recipe `{name}`", where=DATA_RECIPES.key, fix=fix)
     layout = DATA_RECIPES[name]()
     if not isinstance(layout, Layout):
         raise UsageError(f"it returned {type(layout).__name__}, not a Layout", where=name)

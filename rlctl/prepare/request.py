@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import tomllib
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -11,11 +10,6 @@ from typing import TYPE_CHECKING, Any, Literal
 
 if TYPE_CHECKING:
     from rlctl.prepare.recipes import Recipe
-
-#: The table `layouts.toml`: the built-in data recipes by name, and their instructions.
-LAYOUT_TABLE: dict[str, Any] = tomllib.loads(
-    Path(__file__).with_name("layouts.toml").read_text(encoding="utf-8")
-)
 
 BadRows = Literal["refuse", "quarantine"]
 Duplicates = Literal["check", "keep", "drop"]

@@ -10,7 +10,7 @@ import pytest
 from rlctl.cli.app import run
 from rlctl.data.read import load_rows
 from rlctl.evaluate.questions import load_questions
-from rlctl.prepare.recipes import LAYOUTS, Recipe, layout_named
+from rlctl.prepare.recipes import Recipe, layout_named
 from rlctl.registry import DATA_RECIPES
 from tests.packages import install_package
 from tests.unit.prepare.helpers import write_jsonl
@@ -136,12 +136,13 @@ def test_what_is_no_recipe_is_refused(prepare, tmp_path, monkeypatch, recipe, wo
 
 
 def test_a_package_adds_a_recipe(prepare, tmp_path, monkeypatch):
-    entry_point = "[rlctl.data_recipes]\nquiz = quiz_recipes:quiz\n"
+    entry_point = "[rlctl.data_recipes]\nquiz = quiz_recipes:quiz\ngsm8k = quiz_recipes:quiz\n"
     install_package(tmp_path, "quiz-recipes", EXAMPLE.read_text(), entry_point)
     monkeypatch.syspath_prepend(tmp_path)
     code, printed = prepare("quiz", "--val-size", "0", rows=ROWS)
     assert code == 0, printed
     assert "recipe quiz" in printed
+    assert layout_named("gsm8k").prompt_key == "question", "the name is taken"
     wrong = [*ROWS, ROWS[0] | {"right": 3}]
     assert "rows.jsonl:21: right is 3, of 2 choices" in prepare("quiz", "--overwrite", rows=wrong)[1]
 
@@ -150,8 +151,3 @@ def test_an_evaluation_reads_with_it(tmp_path):
     source = write_jsonl(tmp_path / "quiz.jsonl", ROWS[:2])
     found = load_questions([str(source)], Recipe(QUIZ))
     assert [row.ground_truth for row in found.rows] == ["B", "B"]
-
-
-def test_the_built_in_ones_are_parts_too():
-    assert list(DATA_RECIPES)[: len(LAYOUTS)] == list(LAYOUTS)
-    assert DATA_RECIPES.part("gsm8k").label == "columns question and answer"

@@ -6,15 +6,11 @@ changes that the others make unnecessary are removed.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from typing import get_args
 
-import torch
-
-from rlctl.errors import RunFailure
-from rlctl.mismatch.score import DTYPES, VariantScorer
+from rlctl.mismatch.score import VariantScorer
 from rlctl.mismatch.variants import AGREE, OWN, Factor, SamplingSettings, ScoringVariant
 
 FACTORS: tuple[Factor, ...] = get_args(Factor)
@@ -100,11 +96,8 @@ class Search:
         return next(other for gap, other in left if gap <= smallest * _SLACK + AGREE / 10)
 
     def _left(self, variant: ScoringVariant) -> float:
-        """Mean |log-ratio| under a variant; infinite if the model cannot be run under it."""
-        try:
-            return self._scorer.gap(variant).abs_mean
-        except RunFailure:
-            return math.inf
+        """Mean |log-ratio| under a variant."""
+        return self._scorer.gap(variant).abs_mean
 
     def _pruned(self, variant: ScoringVariant) -> ScoringVariant:
         """Backward search: removes changes that the others make unnecessary, fitted and fine ones first."""
@@ -132,8 +125,4 @@ def _values(scorer: VariantScorer, factor: Factor) -> tuple[str | int, ...]:
     """Values of a factor other than the trainer's own."""
     if factor == "prompt":
         return tuple(name for name in scorer.prompts if name != OWN)
-    if factor == "shift":
-        return (1, -1)
-    own = next(scorer.model.parameters()).dtype
-    same = {torch.float32: {"fp32"}, torch.bfloat16: {"bf16", "bf16 weights"}}.get(own, set())
-    return tuple(name for name in DTYPES if name not in same)
+    return (1, -1)

@@ -19,7 +19,7 @@ OWN = "trainer"
 
 #: Factors in which the two sides may differ. Among changes that explain the same amount, the first is
 #: reported: coarse factors come first, the fitted one last.
-Factor = Literal["prompt", "shift", "dtype", "sampling"]
+Factor = Literal["prompt", "shift", "sampling"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,7 +64,6 @@ class ScoringVariant:
     sampling: SamplingSettings  # distribution of the log-probs
     prompt: str = OWN  # rendering of the prompts
     shift: int = 0  # reported log-prob t belongs to response token t + shift
-    dtype: str = OWN  # precision of the model
 
     def changed(self, factor: Factor, value: Any) -> ScoringVariant:
         """This variant with one factor changed."""

@@ -699,3 +699,14 @@ def test_wrong_arguments_of_a_rule_are_named(make: Callable[[], object], words: 
 def test_a_detection_has_a_severity_and_a_sentence(severity: str, what: str | None) -> None:
     with pytest.raises(UsageError, match="no such severity, or no text"):
         Detection(severity, what, ())
+
+
+@pytest.mark.parametrize("cache", ["keep", "clear", "recompute"])
+def test_a_stale_cache_is_recomputed_by_a_setting(cache):
+    server = ("rollout.name=vllm", "rollout.mode=server", "rollout.max_staleness=1", "rollout.in_flight=true")
+    rows = healthy_rows()
+    corr(split__engine=0.01, split__cache=0.02)(rows)
+    found = examine(run_log(rows, *server, f"rollout.stale_cache={cache}"), all_rules())
+    [fixes] = [one.fixes for one in found.findings if one.rule == "ratio-parts"]
+    settings = [setting for fix in fixes for setting in fix.spec]
+    assert settings == ([] if cache == "recompute" else ["rollout.stale_cache=recompute"])

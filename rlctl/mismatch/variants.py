@@ -51,11 +51,6 @@ class SamplingSettings:
         cut = "" if self.cut.kind == "none" else f", {self.cut}"
         return f"temperature {self.temperature:.3g}{cut}"
 
-    def is_like(self, other: SamplingSettings) -> bool:
-        """Whether both are equal within the precision of an estimate from samples."""
-        near = abs(self.temperature / other.temperature - 1.0) <= 0.03
-        return near and self.cut.is_like(other.cut)
-
 
 @dataclass(frozen=True, slots=True)
 class ScoringVariant:

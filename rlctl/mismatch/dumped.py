@@ -161,7 +161,5 @@ class WeightsScorer:
 
 
 def _on(inputs: ModelInputs, device: Any) -> ModelInputs:
-    moved = {name: getattr(inputs, name).to(device) for name in ("token_ids", "scored", "lengths")}
-    lists = inputs.kept
-    kept = None if lists is None else TokenLists(lists.counts.to(device), lists.ids.to(device))
-    return ModelInputs(**moved, kept=kept)
+    columns = (getattr(inputs, name) for name in ("token_ids", "scored", "lengths", "kept"))
+    return ModelInputs(*(None if column is None else column.to(device) for column in columns))

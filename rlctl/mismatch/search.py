@@ -6,9 +6,9 @@ changes that the others make unnecessary are removed.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from dataclasses import dataclass, replace
-from typing import get_args
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, get_args
 
 from rlctl.mismatch.score import VariantScorer
 from rlctl.mismatch.variants import AGREE, OWN, Factor, SamplingSettings, ScoringVariant
@@ -75,16 +75,14 @@ class Search:
             variant = better
         return variant
 
-    def _changes(self, base: ScoringVariant, factor: Factor) -> Iterator[ScoringVariant]:
+    def _changes(self, base: ScoringVariant, factor: Factor) -> list[ScoringVariant]:
         """Variants that differ from `base` in this factor and might explain the remaining gap."""
+        values: Sequence[Any] = (1, -1)
         if factor == "sampling":
-            fitted = replace(base, sampling=self._scorer.fitted(base, self._asked))
-            if fitted != base:
-                yield fitted
-            return
-        for value in _values(self._scorer, factor):
-            if value != getattr(base, factor):
-                yield base.changed(factor, value)
+            values = [self._scorer.fitted(base, self._asked)]
+        elif factor == "prompt":
+            values = [name for name in self._scorer.prompts if name != OWN]
+        return [base.changed(factor, value) for value in values if value != getattr(base, factor)]
 
     def _best(self, base: ScoringVariant, others: list[ScoringVariant]) -> ScoringVariant | None:
         """The variant with the smallest gap, if it is materially smaller; among similar ones the first."""
@@ -119,10 +117,3 @@ class Search:
             taken.append(Taken(factor, now, after))
             now = after
         return tuple(taken)
-
-
-def _values(scorer: VariantScorer, factor: Factor) -> tuple[str | int, ...]:
-    """Values of a factor other than the trainer's own."""
-    if factor == "prompt":
-        return tuple(name for name in scorer.prompts if name != OWN)
-    return (1, -1)

@@ -16,7 +16,6 @@ from rlctl.diagnose.diagnosis_report import run_report, visible
 from rlctl.diagnose.rule import Diagnosis
 from rlctl.diagnose.table import STDIN, Series, Table
 from rlctl.diagnose.thresholds import RAW_ESS
-from rlctl.errors import EnvironmentFailure
 from rlctl.html_page import render
 from rlctl.metric_names import METRICS, describe
 from rlctl.track.jsonl import METRICS_FILE
@@ -42,11 +41,7 @@ MAX_POINTS = 2000
 
 
 def diagnosis_page(diagnoses: Sequence[Diagnosis]) -> str:
-    """The page as HTML text, for one or several runs; each plot shows all runs.
-
-    Raises:
-        EnvironmentFailure: plotly is not installed.
-    """
+    """The page as HTML text, for one or several runs; each plot shows all runs."""
     return render(TEMPLATE, **page_values(diagnoses))
 
 
@@ -150,16 +145,9 @@ def _bands(diagnosis: Diagnosis, key: str) -> list[dict[str, Any]]:
 
 
 def _plotly() -> str:
-    """The plotting library's script.
+    """The plotting library's script."""
+    from plotly.offline import get_plotlyjs
 
-    Raises:
-        EnvironmentFailure: it is not installed.
-    """
-    try:
-        from plotly.offline import get_plotlyjs
-    except ImportError:
-        fix = "pip install plotly, or use --format markdown"
-        raise EnvironmentFailure("a page with plots needs plotly, which is not installed", fix=fix) from None
     return str(get_plotlyjs())
 
 

@@ -161,5 +161,6 @@ class WeightsScorer:
 
 
 def _on(inputs: ModelInputs, device: Any) -> ModelInputs:
-    columns = (getattr(inputs, name) for name in ("token_ids", "scored", "lengths", "kept"))
-    return ModelInputs(*(None if column is None else column.to(device) for column in columns))
+    kept = None if inputs.kept is None else inputs.kept.to(device)
+    columns = (column.to(device) for column in (inputs.token_ids, inputs.scored, inputs.lengths))
+    return ModelInputs(*columns, kept=kept)

@@ -33,7 +33,6 @@ def run_page(runs: Sequence[Path]) -> str:
 
     Raises:
         UsageError: a path is not a run directory, or the run has logged nothing.
-        EnvironmentFailure: plotly is not installed.
     """
     records = [open_run(path) for path in runs]
     wanted = metrics_read(with_others=True)

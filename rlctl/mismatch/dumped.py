@@ -162,5 +162,4 @@ class WeightsScorer:
 
 def _on(inputs: ModelInputs, device: Any) -> ModelInputs:
     kept = None if inputs.kept is None else inputs.kept.to(device)
-    columns = (column.to(device) for column in (inputs.token_ids, inputs.scored, inputs.lengths))
-    return ModelInputs(*columns, kept=kept)
+    return ModelInputs(inputs.token_ids.to(device), inputs.scored.to(device), inputs.lengths.to(device), kept)

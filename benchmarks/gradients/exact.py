@@ -166,7 +166,7 @@ class EnumeratedWorld(World):
 
     def _loss(self, rule: BenchRule, n: int) -> LossRule:
         """The rule's loss, with the statistics of a large mini-batch if it needs them."""
-        if not rule.loss.reads_batch:
+        if not rule.loss.needs_statistics:
             return rule.loss
         rng = np.random.default_rng(0)
         prompts = np.arange(POPULATION) % self.num_prompts

@@ -227,6 +227,11 @@ def ratio(total: float, count: float) -> float:
     return total / count if count else 0.0
 
 
+def counts(numbers: Mapping[str, float]) -> Sums:
+    """Sums of numbers that are known on the host."""
+    return {name: torch.tensor(float(number), dtype=torch.float64) for name, number in numbers.items()}
+
+
 def moments(name: str, values: Tensor, n: Tensor | None = None) -> Sums:
     """Sums `name.*` of values (K,), from which `Moments` is read.
 

@@ -194,12 +194,23 @@ def num_passes(num_parts: int, ranks: Ranks) -> int:
     return int(ranks.max(float(max(num_parts, 1))))
 
 
-def in_step(parts: Sequence[TokenBatch], ranks: Ranks) -> list[TokenBatch | None]:
-    """The parts, followed by None, an idle pass, until all ranks have the same number, at least one.
+def in_step(batch: TokenBatch, sequences: int, max_tokens: int | None, ranks: Ranks) -> list[TokenBatch]:
+    """The parts as batches, then empty ones until all ranks have the same number, at least one.
 
     Under ZeRO a forward or backward pass is a collective.
     """
-    return [*parts, *[None] * (num_passes(len(parts), ranks) - len(parts))]
+    parts = [batch.pick(episodes) for episodes in micro_batches(batch, sequences, max_tokens)]
+    return parts + [batch.pick([])] * (num_passes(len(parts), ranks) - len(parts))
+
+
+def inputs_of(part: TokenBatch) -> ModelInputs:
+    """The input of the pass over a part; over an empty one, an idle pass."""
+    return part.inputs if part.num_episodes else idle_inputs(part.token_ids.device)
+
+
+def output_of(model: Callable[[ModelInputs], Tensor], part: TokenBatch) -> Tensor:
+    """(m, …): the output of a pass for the m sampled tokens of a part; none for those of an idle pass."""
+    return model(inputs_of(part))[: len(part.turns)]
 
 
 @torch.no_grad()
@@ -211,8 +222,4 @@ def in_passes(
     ranks: Ranks,
 ) -> Tensor:
     """Outputs of `model` for all tokens, part by part, without gradient: (M, …) in the order of the batch."""
-    parts, found = micro_batches(batch, sequences, max_tokens), []
-    for part in in_step([batch.pick(episodes) for episodes in parts], ranks):
-        output = model(part.inputs if part else idle_inputs(batch.token_ids.device))
-        found.append(output if part else output[:0])
-    return torch.cat(found)
+    return torch.cat([output_of(model, part) for part in in_step(batch, sequences, max_tokens, ranks)])

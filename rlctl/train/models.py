@@ -30,29 +30,20 @@ from rlctl.spec.algorithm import ActorSpec, CriticSpec
 from rlctl.spec.run_spec import RunSpec
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass
 class Models:
-    """The models and engines of this rank.
+    """The models and engines of this rank."""
 
-    Attributes:
-        rollout: the rollout engine, for the training thread.
-        base: the policy without its adapters; None without LoRA.
-        sequence, data_ranks: see `share_rows`.
-        sampling_ahead: the same rollout engine, for the thread that samples during training.
-        notes: warnings for the user.
-    """
-
-    tokenizer: Any
-    rollout: LockedRollout
-    sampling_ahead: LockedRollout | InFlightRollout
+    tokenizer: Any  # Hugging Face tokenizer of the policy
+    rollout: LockedRollout  # the rollout engine, for the training thread
+    sampling_ahead: LockedRollout | InFlightRollout  # the same, for the thread that samples during training
     actor: TrainEngine
-    base: BasePolicy | None
-    ref: ReferencePolicy | None
-    teacher: Teacher | None
-    critic: CriticEngine | None
-    sequence: SequenceParallel | None
-    data_ranks: Ranks
-    notes: list[str]
+    base: BasePolicy | None  # the policy without its adapters; None without LoRA
+    ref: ReferencePolicy | None  # only if a KL penalty needs it
+    teacher: Teacher | None  # only with distillation
+    critic: CriticEngine | None  # only if the estimator needs values (`gae`)
+    data_ranks: Ranks  # sums over these count each row once, see `share_rows`
+    notes: list[str]  # warnings for the user
 
 
 def build_models(
@@ -146,7 +137,7 @@ def build_models(
     in_flight = spec.rollout.in_flight
     ahead = InFlightRollout(rollout) if in_flight else LockedRollout(rollout, lock, first=False)
     notes = _endless(tokenizer, end_ids(tokenizer, model.generation_config))
-    return Models(tokenizer, trainers, ahead, actor, base, ref, teacher, critic, sequence, data_ranks, notes)
+    return Models(tokenizer, trainers, ahead, actor, base, ref, teacher, critic, data_ranks, notes)
 
 
 def _teacher(

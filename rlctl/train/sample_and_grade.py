@@ -17,11 +17,10 @@ import torch
 
 from rlctl.algos.estimators import has_spread
 from rlctl.errors import RunFailure
-from rlctl.reward.build import refuse_errors
 from rlctl.reward.protocol import Graded, RewardResult
 from rlctl.rollout.protocol import Sampling, sampling_of, step_seed
 from rlctl.train.run import is_sync_due
-from rlctl.train.step_metrics import StepTimer
+from rlctl.train.step_metrics import StepTimer, refuse_ungraded
 from rlctl.train.stream import PromptDraws, placed
 
 if TYPE_CHECKING:
@@ -81,20 +80,6 @@ def greedy_baseline(run: Run, step: int, groups: list[Group], timer: StepTimer) 
         graded = run.reward.score(greedy)
     own = [place for place, group in enumerate(groups) for _ in group]
     return replace(graded.pick(own), errors=graded.errors)
-
-
-def refuse_ungraded(run: Run, num_failed: float, num_total: float, errors: list[str]) -> None:
-    """Ends the run if too many responses could not be graded (a collective).
-
-    Args:
-        num_failed, num_total: responses over all ranks.
-        errors: this rank's failures.
-
-    Raises:
-        RunFailure: see `refuse_errors`.
-    """
-    limit = run.spec.reward.max_error_fraction
-    refuse_errors(num_failed, num_total, lambda: run.ranks.first("".join(errors[:1])), limit)
 
 
 # --- dynamic sampling -------------------------------------------------------------------------------

@@ -1,4 +1,4 @@
-"""What a run leaves: checkpoints, from which it can continue, and its summary.
+"""What a run leaves: checkpoints, from which it can continue, rollouts, and its summary.
 
 Checkpoints: when they are due, what they contain, and how a run continues from one; only complete ones are
 published. The summary, `summary.json`, is also the source of the last lines on the terminal.
@@ -7,12 +7,15 @@ published. The summary, `summary.json`, is also the source of the last lines on 
 from __future__ import annotations
 
 import json
+import math
 import shutil
 import time
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
+
+import torch
 
 from rlctl.engine.checkpoint import (
     ADAPTER,
@@ -38,10 +41,15 @@ from rlctl.train.run import is_due, is_sync_due
 from rlctl.train.stream import PromptDraws, RolloutStream
 
 if TYPE_CHECKING:
+    from torch import Tensor
+
+    from rlctl.batch import TokenBatch
     from rlctl.engine.ranks import Ranks
+    from rlctl.reward.protocol import Graded
     from rlctl.spec.run_spec import RunSpec
     from rlctl.train.models import Models
     from rlctl.train.run import Run
+    from rlctl.train.update import SeenTokens
 
 #: File in a checkpoint: the state of dynamic sampling.
 _DRAWS = "draws/prompts.json"
@@ -212,6 +220,40 @@ def restore(spec: RunSpec, models: Models, stream: RolloutStream, run_dir: Path,
     notes.append(f"resuming after step {state.step}")
     draws = PromptDraws.load(checkpoint.path / _DRAWS) if spec.algorithm.filter_groups.enable else None
     return Restored(state.step, state.policy_version, state.kl_coef, notes, draws)
+
+
+# --- rollouts ----------------------------------------------------------------------------------------
+
+
+def save_rollouts(run: Run, step: int, graded: Graded, batch: TokenBatch, seen: SeenTokens) -> None:
+    """Stores the first whole groups of the batch with what the update used, if rollouts are kept.
+
+    Episodes are on the rank that sampled them, log-probs and weights on the rank that trained on them: both
+    go to the main rank. An episode that was not trained on has log-probs of NaN.
+    """
+    limit, rewards = run.spec.trainer.rollouts_per_step, graded.rewards
+    if not limit:
+        return
+    count = run.spec.data.train_batch_size if limit < 0 else max(limit // run.spec.rollout.n, 1)
+    graded_as = zip(rewards.scores.tolist(), rewards.valid.tolist(), strict=True)
+    scores = [score if is_valid else None for score, is_valid in graded_as]
+    pairs = zip(graded.episodes, scores, strict=True)
+    kept = run.ranks.exchange([pair for pair in pairs if pair[0].task.group_id < count])
+    columns = torch.stack([seen.training_log_probs, seen.weights, seen.keep.float()]).cpu()
+    places = zip(batch.group_ids.tolist(), batch.members.tolist(), strict=True)
+    own = zip(places, columns.split(batch.units.episode.lengths.tolist(), 1), strict=True)
+    trained = dict(run.data_ranks.exchange([part for part in own if part[0][0] < count]))
+    if not run.rollout_writer:
+        return
+    kept.sort(key=lambda pair: (pair[0].task.group_id, pair[0].member))
+    parts: list[Tensor] = []
+    for episode, _ in kept:
+        unknown = torch.tensor([[math.nan], [0.0], [0.0]]).expand(3, episode.num_sampled)
+        parts.append(trained.get((episode.task.group_id, episode.member), unknown))
+    log_probs, weights, keep = torch.cat(parts, 1)
+    values = {"training_log_probs": log_probs, "rollout_is_weights": weights, "keep_mask": keep > 0}
+    episodes, known = [episode for episode, _ in kept], [score for _, score in kept]
+    run.rollout_writer.add(step, episodes, known, values)
 
 
 # --- the summary ------------------------------------------------------------------------------------

@@ -104,22 +104,14 @@ def build(
     for note in [*notes, *models.notes, *models.rollout.notes]:
         tracker.note(note)
     run = Run(
+        **vars(models),
         spec=spec,
         run_dir=run_dir,
         ranks=ranks,
-        data_ranks=models.data_ranks,
-        sequence=models.sequence,
-        tokenizer=tokenizer,
         train_prompts=train_prompts,
         val_prompts=val_prompts,
-        rollout=models.rollout,
         episodes=episodes,
         reward=reward,
-        actor=models.actor,
-        base=models.base,
-        ref=models.ref,
-        teacher=models.teacher,
-        critic=models.critic,
         stream=stream,
         tracker=tracker,
         rollout_writer=writer,

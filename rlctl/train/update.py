@@ -37,7 +37,7 @@ from rlctl.registry import KL_ESTIMATORS, POLICY_LOSSES
 from rlctl.spec.run_spec import GuardrailsSpec
 from rlctl.train.deal import micro_batches, mini_batches, num_passes
 from rlctl.train.guardrails import UpdateDecision, decide_update
-from rlctl.train.objective import BatchNormalizers, actor_loss
+from rlctl.train.objective import BatchStatistics, actor_loss, no_sums
 from rlctl.train.settings import UpdateSettings
 from rlctl.user_code import USER_MODULES
 
@@ -146,7 +146,7 @@ class MiniBatch:
     def of(cls, batch: TokenBatch, actor: TrainEngine, ranks: Ranks, settings: UpdateSettings) -> MiniBatch:
         """Divides `batch` into micro-batches (all ranks call this)."""
         no_gradient = None
-        if settings.needs_advantage and batch.advantages is not None:
+        if settings.vanishes_without_advantage and batch.advantages is not None:
             no_gradient = ~batch.units.episode.any(batch.advantages != 0.0)
         parts = [
             _Part(
@@ -208,13 +208,13 @@ class _Prepared:
     """What is known of a mini-batch before its passes with gradient; the same way on every rank.
 
     Attributes:
-        normalizers: what the loss needs of the whole mini-batch.
+        statistics: what the loss needs of the whole mini-batch.
         correction: of all of its tokens; None: each micro-batch is corrected from its own pass.
         sums: those of the correction, over all ranks.
         outputs: of all micro-batches; None: not computed yet.
     """
 
-    normalizers: BatchNormalizers
+    statistics: BatchStatistics
     correction: Correction | None = None
     sums: HostSums | None = None
     outputs: list[tuple[_Part | None, PolicyOutput]] | None = None
@@ -227,30 +227,35 @@ def _prepared(mini: MiniBatch, fixed: Correction | None) -> _Prepared:
         fixed: the correction with π_old in decoupled mode; None in bypass mode.
     """
     settings, ranks, batch = mini.settings, mini.ranks, mini.batch
-    scales = mini.actor.scales_gradients and settings.scales_with_statistics
-    if fixed is None and mini.num_passes > 1 and (scales or not settings.needs_batch_statistics):
+    scales = mini.actor.scales_gradients and settings.statistics_only_scale
+    if fixed is None and mini.num_passes > 1 and (scales or not settings.needs_statistics):
         # Each micro-batch is corrected from its own pass; the gradient is scaled before the step.
         lengths = settings.rules.segments(batch.units, "sequence").lengths
         tokens, responses = ranks.sum([float(lengths.sum()), float((lengths > 0).sum())])
-        return _Prepared(BatchNormalizers(tokens, responses, 1.0, settings.loss))
+        return _Prepared(BatchStatistics(tokens, responses, 1.0, settings.loss))
     outputs, correction, loss = None, fixed, settings.loss
     shares: tuple[Tensor | None, float] = (None, 0.0)
-    if fixed is None or settings.reads_batch:  # from π_θ: with gradient only if no further pass is needed
+    if fixed is None or settings.needs_policy_statistics:
+        # From π_θ: with gradient only if no further pass is needed.
         with torch.set_grad_enabled(mini.num_passes == 1):
             found = list(mini.outputs())
         outputs = found if mini.num_passes == 1 else None
         log_probs = mini.joined(found, "log_probs")
         correction = fixed or mini.correct(batch, log_probs)
-        if settings.loss.reads_batch:
+        if settings.loss.needs_statistics:
             loss = _with_statistics(mini, log_probs, correction.keep)
         if settings.router_aux_loss_coef:
             shares = _expert_shares(mini, mini.joined(found, "routing"))
     assert correction is not None
     sums = ranks.all_reduce(correction.sums)
+    return _Prepared(BatchStatistics(*_divisors(sums, settings), loss, *shares), correction, sums, outputs)
+
+
+def _divisors(sums: HostSums, settings: UpdateSettings) -> tuple[float, float, float]:
+    """Numbers of tokens and responses that the denominators count, and the mean weight."""
     which = "kept_" if settings.rules.loss_denominator == "after_rejection" else ""
-    counts = sums[f"{which}tokens"], sums[f"{which}sequences"]
     factor = normalization_factor(sums, settings.rules) if settings.weights_are_applied else 1.0
-    return _Prepared(BatchNormalizers(*counts, factor, loss, *shares), correction, sums, outputs)
+    return sums[f"{which}tokens"], sums[f"{which}sequences"], factor
 
 
 def _with_statistics(mini: MiniBatch, log_probs: Tensor, keep: Tensor) -> LossRule:
@@ -337,9 +342,8 @@ def _step(
 ) -> _MiniResult:
     """One optimizer step; with `hold`, everything except the step itself."""
     settings, prepared = mini.settings, _prepared(mini, fixed)
-    seen = SeenTokens.of(mini.batch, settings)
-    normalizers = prepared.normalizers
-    losses: list[Sums] = []
+    seen, statistics = SeenTokens.of(mini.batch, settings), prepared.statistics
+    losses = [no_sums(mini.batch.token_ids.device)]
     corrections: list[Sums] = []
     for done, (part, output) in enumerate(prepared.outputs or mini.outputs(), start=1):
         if part is None:
@@ -351,20 +355,22 @@ def _step(
                 corrections.append(correction.sums)
             else:
                 correction = prepared.correction.of(part.tokens, part.responses)
-            loss, sums_of_part = actor_loss(part.batch, output, correction, normalizers, settings)
+            loss, sums_of_part = actor_loss(part.batch, output, correction, statistics, settings)
             losses.append(sums_of_part)
-            of_part = _seen(part.batch, correction, log_probs, settings, normalizers.factor)
+            of_part = _seen(part.batch, correction, log_probs, settings, statistics.factor)
             seen.store(of_part, part.tokens, part.responses)
         if loss.requires_grad:
             mini.actor.backward(loss, last=done == mini.num_passes)
 
-    sums = prepared.sums or mini.ranks.all_reduce(added(corrections) if corrections else _of_nothing(mini)[0])
+    sums, scale = prepared.sums, 1.0
+    if sums is None:  # without episodes, this rank has the sums of an empty batch
+        own = corrections or [mini.correct(mini.batch, mini.batch.rollout_log_probs).sums]
+        sums = mini.ranks.all_reduce(added(own))
+        scale = _scale(sums, statistics, settings)
+        seen.weights.div_(_divisors(sums, settings)[-1])
     factor = normalization_factor(sums, settings.rules)
-    scale = 1.0 if prepared.sums else _scale(sums, normalizers, settings)
-    loss_sums = mini.ranks.all_reduce(added(losses) if losses else _of_nothing(mini)[1])
+    loss_sums = mini.ranks.all_reduce(added(losses))
     loss_sums |= {name: loss_sums[name] * scale for name in ("loss", "pg_loss", "kl_loss")}
-    if settings.weights_are_applied and factor != normalizers.factor:
-        seen.weights.div_(factor / normalizers.factor)
     _refuse_nonfinite(sums, loss_sums, settings)
     is_possible = sums["kept_tokens"] > 0 and math.isfinite(loss_sums["loss"])
     decision = None
@@ -405,36 +411,12 @@ def _seen(
     )
 
 
-def _of_nothing(mini: MiniBatch) -> tuple[Sums, Sums]:
-    """Sums of the correction and the loss of a rank without episodes: with the names of the other ranks."""
-    assert not mini.batch.num_episodes
-    correction = mini.correct(mini.batch, mini.batch.rollout_log_probs)
-    zero = torch.zeros((), dtype=torch.float64, device=mini.batch.token_ids.device)
-    names = [
-        "loss",
-        "pg_loss",
-        "kl_loss",
-        "nonfinite",
-        "tokens",
-        "clipped",
-        "clipped_lower",
-        "entropy",
-        "ppo_kl",
-    ]
-    names += ["listed_mass"] if mini.settings.centers_scores else []
-    names += ["router_aux_loss"] if mini.settings.router_aux_loss_coef else []
-    names += ["teacher_kl", "tail_mass", "distilled"] if mini.settings.teacher_kl_coef else []
-    return correction.sums, dict.fromkeys(names, zero)
-
-
-def _scale(sums: HostSums, normalizers: BatchNormalizers, settings: UpdateSettings) -> float:
+def _scale(sums: HostSums, assumed: BatchStatistics, settings: UpdateSettings) -> float:
     """Factor of the accumulated loss and its gradient, from statistics that were not known before."""
-    factor = normalization_factor(sums, settings.rules) if settings.weights_are_applied else 1.0
-    if settings.rules.loss_denominator == "before_rejection":
-        return 1.0 / factor
+    tokens, responses, factor = _divisors(sums, settings)
     if settings.agg_mode == "token-mean":
-        return normalizers.num_tokens / max(sums["kept_tokens"], 1.0) / factor
-    return normalizers.num_responses / max(sums["kept_sequences"], 1.0) / factor
+        return assumed.num_tokens / max(tokens, 1.0) / factor
+    return assumed.num_responses / max(responses, 1.0) / factor
 
 
 def _refuse_nonfinite(sums: HostSums, losses: HostSums, settings: UpdateSettings) -> None:
@@ -470,9 +452,9 @@ def _metrics(results: list[_MiniResult], settings: UpdateSettings) -> dict[str, 
     if settings.rules.weight.normalize and settings.rules.weight.level is not None:
         factor = sum(result.factor for result in results) / count
         metrics["rollout_corr/rollout_is_batch_norm_factor"] = factor
-    if "listed_mass" in losses:
+    if settings.centers_scores:
         metrics["rollout_corr/listed_mass"] = ratio(losses["listed_mass"], tokens)
-    if "router_aux_loss" in losses:
+    if settings.router_aux_loss_coef:
         metrics["actor/router_aux_loss"] = losses["router_aux_loss"] / count
     if settings.teacher_kl_coef:
         metrics["distill/kl_loss"] = ratio(losses["teacher_kl"], losses["distilled"])

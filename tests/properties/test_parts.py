@@ -137,7 +137,7 @@ class TestLosses:
         given = replace(given, advantages=(given.advantages + 5.0).masked_fill(zero, 0.0))
         gradient = values_and_gradient(name, given, WEIGHTS)[1]
         assert gradient[~zero].any()
-        assert bool(gradient[zero].any()) is not POLICY_LOSSES.part(name).needs_advantage
+        assert bool(gradient[zero].any()) is not POLICY_LOSSES.part(name).vanishes_without_advantage
 
 
 # --- correction weights and rejection criteria --------------------------------------------------------

@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from collections.abc import Sequence as Many
 from dataclasses import dataclass, field, fields, replace
 from functools import cached_property
-from typing import TYPE_CHECKING, Any, Self
+from typing import TYPE_CHECKING, Any
 
 from rlctl.algos.segments import Segments, Units
 from rlctl.lazy import torch
@@ -322,33 +322,16 @@ class TokenBatch:
             "token": self.sequences.entries_of(of_sequences),
             "sampled": self.units.episode.entries_of(chosen),
         }
-        picked = self._each(lambda value, of: value[places[of]])
+        picked = self.mapped(lambda value, of: value[places[of]])
         counts = self.sequences_of_episodes.lengths[chosen]
         owners = torch.arange(len(chosen), device=chosen.device).repeat_interleave(counts)
         return replace(picked, owners=owners)
 
-    @classmethod
-    def joined(cls, parts: Many[Self]) -> Self:
-        """The episodes of all parts, one part after the other."""
-        if len(parts) == 1:
-            return parts[0]
-
-        def together(name: str) -> Any:
-            values = [getattr(part, name) for part in parts]
-            if values[0] is None:
-                return None
-            return TokenLists.joined(values) if isinstance(values[0], TokenLists) else torch.cat(values)
-
-        found = cls(**{part.name: together(part.name) for part in fields(cls)})
-        sizes = torch.tensor([0, *(part.num_episodes for part in parts[:-1])]).cumsum(0).tolist()
-        owners = torch.cat([part.owners + first for part, first in zip(parts, sizes, strict=True)])
-        return replace(found, owners=owners)
-
     def to(self, device: Any) -> TokenBatch:
         """The same data on `device`."""
-        return self._each(lambda value, _: value.to(device))
+        return self.mapped(lambda value, _: value.to(device))
 
-    def _each(self, change: Any) -> TokenBatch:
+    def mapped(self, change: Any) -> TokenBatch:
         """The batch with every field changed by (value, its level) → value, unless it is None."""
         columns: dict[str, Any] = {part.name: getattr(self, part.name) for part in fields(self)}
         for name, value in columns.items():

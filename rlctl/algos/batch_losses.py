@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 
 from pydantic import Field
 
-from rlctl.algos.kl import k3
+from rlctl.algos.kl import never_negative
 from rlctl.algos.losses import CLIP_OPTIONS, RATIO, LossInputs, TokenLoss, clipped_surrogate
 from rlctl.algos.more_losses import LossParams
 from rlctl.algos.rules import LossRule
@@ -78,7 +78,8 @@ def p3o(rule: LossRule, inputs: LossInputs) -> TokenLoss:
     ess: float = rule.batch_statistics
     ratio = inputs.ratio.detach()
     policy = -ratio.clamp(max=ess) * inputs.advantages * inputs.log_probs
-    return TokenLoss(policy + (1.0 - ess) * k3(inputs.log_probs, inputs.old_log_probs), ratio > ess)
+    distance = never_negative(inputs.log_probs, inputs.old_log_probs)
+    return TokenLoss(policy + (1.0 - ess) * distance, ratio > ess)
 
 
 class M2poParams(LossParams):

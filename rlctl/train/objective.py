@@ -73,7 +73,7 @@ def actor_loss(
     log_probs, old, advantages = (x[keep] for x in (output.log_probs, micro.old_log_probs, micro.advantages))
     kept_unit = unit.kept(keep)
     weights = None
-    if correction.weights is not None and settings.weights_are_applied:
+    if settings.weights_are_applied:
         weights = correction.weights[keep] / whole.factor
     policy = policy_loss(whole.loss, log_probs, old, advantages, kept_unit, weights)
     loss = pg_loss = (c * policy.values).sum()

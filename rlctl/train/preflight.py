@@ -271,12 +271,6 @@ def _fix(key: str) -> str:
 # --- fingerprints of what a resumed run reads again: models, rows, and users' files ------------------
 
 
-def known_inputs(run_dir: Path, part: _Part) -> dict[str, str] | None:
-    """Name → fingerprint; None if the run has not recorded this part."""
-    found: dict[str, str] | None = read_mapping(run_dir / INPUTS_FILE).get(part)
-    return found
-
-
 def compare_inputs(run_dir: Path, part: _Part, now: Mapping[str, str], *, accepts: bool) -> list[str]:
     """Stores fingerprints; in a resumed run first compares them with those stored.
 
@@ -290,8 +284,8 @@ def compare_inputs(run_dir: Path, part: _Part, now: Mapping[str, str], *, accept
     Raises:
         UsageError: inputs have changed, are new or are missing.
     """
-    known = known_inputs(run_dir, part)
-    before = now if known is None else known
+    recorded = read_mapping(run_dir / INPUTS_FILE)
+    before = recorded.get(part, now)
     changed = sorted(name for name in before.keys() | now.keys() if before.get(name) != now.get(name))
     if changed and not accepts:
         raise UsageError(
@@ -299,8 +293,7 @@ def compare_inputs(run_dir: Path, part: _Part, now: Mapping[str, str], *, accept
             where=str(run_dir),
             fix="restore them; to continue with them as they are, add trainer.accept_changed_inputs=true",
         )
-    content = read_mapping(run_dir / INPUTS_FILE) | {part: now}
-    write_text(run_dir / INPUTS_FILE, json.dumps(content, indent=2) + "\n")
+    write_text(run_dir / INPUTS_FILE, json.dumps(recorded | {part: now}, indent=2) + "\n")
     what = "has changed since the run began: steps before and after differ in more than data"
     return [f"warning: {name} {what}" for name in changed]
 

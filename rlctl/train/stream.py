@@ -58,25 +58,15 @@ def step_tasks(spec: RunSpec, ranks: Ranks, prompts: PromptDataset, step: int) -
 
 
 def places_of(spec: RunSpec, ranks: Ranks) -> list[int]:
-    """`rank_positions` of a run's batches."""
-    sizes = spec.data.train_batch_size, spec.ppo_mini_batch_size
-    return rank_positions(*sizes, rank=ranks.rank, world_size=ranks.world_size)
-
-
-def rank_positions(
-    train_batch_size: int, ppo_mini_batch_size: int, *, rank: int, world_size: int
-) -> list[int]:
-    """Indices in the whole batch of this rank's prompts, in its order.
+    """Indices in the whole batch of the prompts that this rank samples, in its order.
 
     Every mini-batch is divided evenly among the ranks, so that mini-batch k contains the same
     prompts for any number of ranks.
     """
-    share = ppo_mini_batch_size // world_size
-    return [
-        start + rank * share + i
-        for start in range(0, train_batch_size, ppo_mini_batch_size)
-        for i in range(share)
-    ]
+    mini_batch = spec.ppo_mini_batch_size
+    share = mini_batch // ranks.world_size
+    starts = range(ranks.rank * share, spec.data.train_batch_size, mini_batch)
+    return [start + i for start in starts for i in range(share)]
 
 
 def placed(group: Group, place: int, weight: float | None = None) -> Group:

@@ -400,11 +400,11 @@ def _seen(
 ) -> SeenTokens:
     """What one micro-batch used; if no weights are applied, kept tokens have weight 1."""
     assert batch.old_log_probs is not None
-    weights = correction.weights if settings.weights_are_applied else None
+    weights = correction.weights / factor if settings.weights_are_applied else correction.keep.float()
     unit = settings.rules.segments(batch.units, "sequence")
     return SeenTokens(
         training_log_probs=log_probs if settings.bypass else batch.old_log_probs,
-        weights=correction.keep.float() if weights is None else weights / factor,
+        weights=weights,
         keep=correction.keep,
         nonfinite=correction.nonfinite | unit.any(~log_probs.isfinite()),
         saturated=correction.saturated,

@@ -148,7 +148,7 @@ class SettingSums:
         for place, rule in enumerate(self.rules):
             done = correct(*policies, units, rule, advantages=advantages.float())
             factor = normalization_factor(to_host(done.sums), rule)
-            weights = (done.keep if done.weights is None else done.weights).double() / factor
+            weights = done.weights.double() / factor
             first = weights * energy
             sums = (first, weights * first, halfway * weights * first, halfway * weights * exact)
             self.weighted[place] += [_by_block(blocks, values) for values in sums]

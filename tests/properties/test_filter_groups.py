@@ -155,12 +155,11 @@ def test_advantages_are_multiplied_by_the_weights_of_their_prompts() -> None:
     torch.testing.assert_close(found, plain * factors)
 
 
-def test_parts_of_a_batch_are_the_whole_batch() -> None:
+def test_picked_episodes_are_those_of_the_whole_batch() -> None:
     episodes = [episode for group in groups_of(with_kept=True, num_most_likely=3) for episode in group]
     whole = TokenBatch.of(episodes)
-    joined = TokenBatch.joined([TokenBatch.of(episodes[:4]), TokenBatch.of(episodes[4:])])
-    assert same(joined, whole)
-    assert same(TokenBatch.joined([whole.pick(range(4)), whole.pick(range(4, len(episodes)))]), whole)
+    assert same(whole.pick(range(4)), TokenBatch.of(episodes[:4]))
+    assert same(whole.pick([5, 4]), TokenBatch.of([episodes[5], episodes[4]]))
 
 
 @pytest.mark.parametrize("score", [0.0, 1.0, 1 / 3, 0.1, 1e-3, -0.7])

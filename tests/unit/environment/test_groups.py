@@ -202,7 +202,8 @@ def test_metrics_of_episodes() -> None:
 
 def test_too_many_failures_end_the_run_with_the_first_of_them() -> None:
     graded = graded_of(lambda _, group, member: group > 0)
-    run = SimpleNamespace(ranks=ALONE, spec=SPEC, policy_version=0)
+    spec = SPEC.model_copy(update={"environment": SPEC.environment.model_copy(update={"name": "a.py:A"})})
+    run = SimpleNamespace(ranks=ALONE, spec=spec, policy_version=0)
     with pytest.raises(RunFailure, match=r"9 of 12 episodes failed.*refused"):
         metrics_of_episodes(run, graded)
     few = graded_of(lambda _, group, member: group == 0 and member == 0)

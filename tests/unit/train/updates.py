@@ -299,7 +299,7 @@ def one_update(ranks: Ranks, name: str, micro: Micro, stage: int = 0, dtype: tor
     share = mini // ranks.world_size
     mine = [
         start + ranks.rank * share + i for start in range(0, ROWS, mini) for i in range(share)
-    ]  # as `rank_positions` deals out prompts
+    ]  # as `places_of` deals out prompts
     actor = DeepSpeedEngine(
         tiny_model(),
         ranks,

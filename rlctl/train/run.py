@@ -33,13 +33,13 @@ class Run(Models):
     train_prompts: PromptDataset
     val_prompts: PromptDataset | None
     episodes: EpisodeSource  # makes episodes with the engine
-    reward: Reward
-    stream: RolloutStream
-    tracker: Tracker
-    rollout_writer: RolloutWriter | None  # rank 0 only
     stop: StopRequest
     kl: KLController  # controls the KL penalty in the reward, for the next batch
     total_steps: int
+    stream: RolloutStream = field(init=False)
+    reward: Reward = field(init=False)
+    tracker: Tracker = field(init=False)
+    rollout_writer: RolloutWriter | None = None  # rank 0 only
     start_step: int = 0
     draws: PromptDraws | None = None  # with `algorithm.filter_groups`
     policy_version: int = 0  # optimizer updates so far, withheld ones excluded

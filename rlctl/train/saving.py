@@ -11,7 +11,7 @@ import math
 import shutil
 import time
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -38,16 +38,13 @@ from rlctl.spec.model_size import checkpoint_bytes
 from rlctl.track.jsonl import METRICS_FILE
 from rlctl.track.run_dir import SUMMARY_FILE
 from rlctl.train.run import is_due, is_sync_due
-from rlctl.train.stream import PromptDraws, RolloutStream
+from rlctl.train.stream import PromptDraws
 
 if TYPE_CHECKING:
     from torch import Tensor
 
     from rlctl.batch import TokenBatch
-    from rlctl.engine.ranks import Ranks
     from rlctl.reward.protocol import Graded
-    from rlctl.spec.run_spec import RunSpec
-    from rlctl.train.models import Models
     from rlctl.train.run import Run
     from rlctl.train.update import SeenTokens
 
@@ -176,25 +173,14 @@ def _require_space(run: Run, step: int) -> None:
         )
 
 
-@dataclass(frozen=True, slots=True)
-class Restored:
-    """State from which a resumed run continues, and notes for the user."""
-
-    step: int
-    policy_version: int
-    kl_coef: float | None
-    notes: list[str]
-    draws: PromptDraws | None
-
-
-def restore(spec: RunSpec, models: Models, stream: RolloutStream, run_dir: Path, ranks: Ranks) -> Restored:
-    """Loads the newest intact checkpoint into the engines and the rollout stream.
+def restore(run: Run) -> list[str]:
+    """Continues after the newest intact checkpoint; returns notes for the user.
 
     Raises:
         UsageError: there is none, or its batches sampled ahead are those of another number of ranks.
     """
     notes: list[str] = []
-    root, found = run_dir / CHECKPOINTS, None
+    ranks, root, found = run.ranks, run.run_dir / CHECKPOINTS, None
     if ranks.is_main:  # one rank verifies checkpoints and sets damaged ones aside
         found, notes = newest_intact(root, set_aside=True)
     shared = ranks.exchange([found] if found else [])
@@ -205,21 +191,25 @@ def restore(spec: RunSpec, models: Models, stream: RolloutStream, run_dir: Path,
             fix="start a new run in another directory",
         )
     [checkpoint] = shared
-    state, actor = checkpoint.state, models.actor
-    if state.world_size != ranks.world_size and spec.batches_ahead:
+    state, path = checkpoint.state, checkpoint.path
+    if state.world_size != ranks.world_size and run.spec.batches_ahead:
         raise UsageError(
             f"batches sampled ahead are those of {state.world_size} ranks, this run has {ranks.world_size}",
-            where=str(checkpoint.path),
+            where=str(path),
             fix=f"resume with trainer.n_gpus_per_node={state.world_size}",
         )
-    actor.load(checkpoint.path / "engine")
-    if models.critic:
-        models.critic.load(checkpoint.path / "critic")
-    models.rollout.sync_weights(actor, policy_version=state.policy_version)
-    stream.resume(state.step, checkpoint.path / "waiting", ranks.rank)
-    notes.append(f"resuming after step {state.step}")
-    draws = PromptDraws.load(checkpoint.path / _DRAWS) if spec.algorithm.filter_groups.enable else None
-    return Restored(state.step, state.policy_version, state.kl_coef, notes, draws)
+    run.actor.load(path / "engine")
+    if run.critic:
+        run.critic.load(path / "critic")
+    run.rollout.sync_weights(run.actor, policy_version=state.policy_version)
+    run.stream.resume(state.step, path / "waiting", ranks.rank)
+    run.start_step, run.policy_version = state.step, state.policy_version
+    if state.kl_coef is not None:
+        run.kl = replace(run.kl, kl_coef=state.kl_coef)
+    if run.draws is not None:
+        run.draws = PromptDraws.load(path / _DRAWS)
+    run.history = past_metrics(run.run_dir)
+    return [*notes, f"resuming after step {state.step}"]
 
 
 # --- rollouts ----------------------------------------------------------------------------------------
@@ -241,7 +231,7 @@ def save_rollouts(run: Run, step: int, graded: Graded, batch: TokenBatch, seen: 
     kept = run.ranks.exchange([pair for pair in pairs if pair[0].task.group_id < count])
     columns = torch.stack([seen.training_log_probs, seen.weights, seen.keep.float()]).cpu()
     places = zip(batch.group_ids.tolist(), batch.members.tolist(), strict=True)
-    own = zip(places, columns.split(batch.units.episode.lengths.tolist(), 1), strict=True)
+    own = zip(places, torch.split(columns, batch.units.episode.lengths.tolist(), 1), strict=True)
     trained = dict(run.data_ranks.exchange([part for part in own if part[0][0] < count]))
     if not run.rollout_writer:
         return

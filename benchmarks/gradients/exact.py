@@ -181,7 +181,7 @@ def with_statistics(
 ) -> LossRule:
     """The loss with its statistics of a whole batch, (B, T)."""
     columns = (x[mask] for x in (train, rollout, advantages))
-    return WholeBatch.of(*columns, Segments(mask.sum(1))).with_statistics(loss)
+    return WholeBatch(*columns, Segments(mask.sum(1))).with_statistics(loss)
 
 
 def token_gradient(

@@ -23,38 +23,24 @@ from rlctl.registry import POLICY_LOSSES
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from rlctl.algos.segments import Segments
-
 
 @dataclass(frozen=True, slots=True)
 class WholeBatch(LossInputs):
-    """Inputs of `batch_statistics`: this rank's tokens as constants, and collectives over all ranks.
+    """Inputs of `batch_statistics`: this rank's tokens, and collectives over all ranks; by default one rank.
 
     Attributes:
         total: numbers of this rank → their sums over all ranks.
         all_gather: (n,) values of this rank → those of all ranks, in any order.
     """
 
-    total: Callable[[list[float]], list[float]]
-    all_gather: Callable[[Tensor], Tensor]
-
-    @classmethod
-    def of(
-        cls,
-        log_probs: Tensor,
-        old_log_probs: Tensor,
-        advantages: Tensor,
-        unit: Segments,
-        total: Callable[[list[float]], list[float]] = list,
-        all_gather: Callable[[Tensor], Tensor] = lambda values: values,
-    ) -> WholeBatch:
-        """Detaches the columns; the defaults are for a single rank."""
-        return cls(log_probs.detach(), old_log_probs.detach(), advantages.detach(), unit, total, all_gather)
+    total: Callable[[list[float]], list[float]] = list
+    all_gather: Callable[[Tensor], Tensor] = lambda values: values
 
     def with_statistics(self, rule: LossRule) -> LossRule:
         """The rule with the `batch_statistics` that its loss needs of this mini-batch."""
         find = POLICY_LOSSES.part(rule.name).batch_statistics
-        return rule if find is None else replace(rule, batch_statistics=find(self, rule))
+        with torch.no_grad():
+            return rule if find is None else replace(rule, batch_statistics=find(self, rule))
 
 
 def _effective_sample_size(batch: WholeBatch, rule: LossRule) -> float:

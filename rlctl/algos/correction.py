@@ -67,7 +67,7 @@ class Correction:
         saturated: (R,) bool, responses with |Σ log ρ| ≥ 20.
         sums: from which metrics and denominators are computed.
         raw, bounded: (U,) float64 weights of every token or segment of the level, before and after the bound,
-            of the responses in `LogRatio`. None without a level.
+            of the responses in `LogRatio`; without a level those of level `token`. None in a part.
     """
 
     weights: Tensor
@@ -134,16 +134,13 @@ def correct(
         rejected, of_rule = _rejected(log_ratio, rule, rules)
         keep &= ~rejected
         sums |= of_rule
-    raw: Tensor | None
-    bounded: Tensor | None
     weights, raw, bounded, of_weights = _weighted(log_ratio, keep, rules)
     sums |= of_weights | _kept_sums(log_ratio, keep)
     if inside is not None:
         keep = torch.zeros_like(inside).masked_scatter(inside, keep)
         weights = weights.new_zeros(len(inside)).masked_scatter(inside, weights)
     sums = {name: value.double() for name, value in sums.items()}
-    if rules.weight.level is None:
-        weights, raw, bounded = keep.float(), None, None
+    weights = keep.float() if rules.weight.level is None else weights
     return Correction(weights, keep, nonfinite, saturated, sums, raw, bounded)
 
 
@@ -241,7 +238,8 @@ def _weighted(
     described, shown = (weights, bounded * survives) if rule.metrics is None else (column, bounded)
     of_responses = raw if level is unit else unit.mean(level.spread(raw))
     averaged = torch.ones_like(survives) if rule.normalize_over == "all" else survives
-    sums = moments("raw.token", raw, level.multiplicity) | moments("weight.token", described)
+    multiplicity = None if rule.by_token else level.lengths
+    sums = moments("raw.token", raw, multiplicity) | moments("weight.token", described)
     sums |= moments("raw.sequence", of_responses)
     sums |= moments("weight.sequence", shown if level is unit else unit.mean(described))
     if not rule.by_token:

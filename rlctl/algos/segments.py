@@ -61,11 +61,6 @@ class Segments:
         """(): number of segments that are not empty."""
         return (self.lengths > 0).sum()
 
-    @property
-    def multiplicity(self) -> Tensor | None:
-        """(K,): entries of each segment; None: one in each."""
-        return self.lengths
-
     @cached_property
     def starts(self) -> Tensor:
         """(K,) int64: index of the first entry of each segment."""
@@ -136,8 +131,6 @@ class Segments:
 
 class Singles(Segments):
     """Every entry of a column is a segment of its own."""
-
-    multiplicity = None
 
     def __init__(self, like: Segments) -> None:
         self._like = like

@@ -105,13 +105,8 @@ def train(run: Run) -> None:
             with timer("testing"):
                 metrics |= validate(run, step)
         metrics |= performance(metrics, timer, run.ranks, run.rollout.sleeping_bytes) | saving.metrics()
-        metrics |= guardrails.observe(
-            step,
-            metrics,
-            num_planned=0 if hold else spec.updates_per_batch,
-            decisions=outcome.decisions,
-            lr_scale=outcome.lr_scale,
-        )
+        num_planned = 0 if hold else spec.updates_per_batch
+        metrics |= guardrails.observe(step, metrics, outcome.decisions, num_planned)
         # Log before saving, so that the log contains every step of a checkpoint. The seconds of saving
         # are therefore logged with the next step.
         log(run, step, metrics)

@@ -62,10 +62,9 @@ def places_of(spec: RunSpec, ranks: Ranks) -> list[int]:
     return [start + i for start in starts for i in range(share)]
 
 
-def placed(group: Group, place: int, weight: float | None = None) -> Group:
-    """The group with its index in the whole batch as `group_id`, and with a weight."""
+def placed(group: Group, place: int) -> Group:
+    """The group with its index in the whole batch as `group_id`."""
     task = replace(group[0].task, group_id=place)
-    task = task if weight is None else replace(task, weight=weight)
     return tuple(replace(episode, task=task) for episode in group)
 
 

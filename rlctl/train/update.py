@@ -51,7 +51,6 @@ class Updated:
         num_updates: optimizer steps that changed the weights.
         seen: log-probs, weights and masks of this rank's tokens.
         decisions: decisions of the guardrails, one per checked update.
-        lr_scale: learning-rate factor with which the guardrails start the next update.
         layout: how the model read the last mini-batch, in words.
     """
 
@@ -59,7 +58,6 @@ class Updated:
     num_updates: int
     seen: SeenTokens
     decisions: list[UpdateDecision]
-    lr_scale: float
     layout: str
 
 
@@ -265,7 +263,7 @@ def _with_statistics(mini: MiniBatch, log_probs: Tensor, keep: Tensor) -> LossRu
     assert batch.advantages is not None
     policies = (log_probs[keep], batch.old_log_probs[keep], batch.advantages[keep])
     unit = settings.rules.segments(batch.units, "sequence").kept(keep)
-    return WholeBatch.of(*policies, unit, ranks.sum, ranks.all_gather).with_statistics(settings.loss)
+    return WholeBatch(*policies, unit, ranks.sum, ranks.all_gather).with_statistics(settings.loss)
 
 
 def _expert_shares(mini: MiniBatch, routing: Tensor) -> tuple[Tensor, float]:
@@ -326,7 +324,6 @@ def update(
         num_updates=sum(result.applied for result in results),
         seen=seen,
         decisions=[result.decision for result in results if result.decision is not None],
-        lr_scale=lr_scale,
         layout=mini.layout,
     )
 

@@ -59,8 +59,8 @@ def build_models(
     Raises:
         UsageError, EnvironmentFailure: a model cannot be loaded or does not fit the spec.
     """
-    dtype, is_cut_up = DTYPES[spec.engine.dtype], spec.engine.zero_stage == 3
-    partition = PartitionedLoading(_training(spec, spec.actor)) if is_cut_up else None
+    dtype, partitions = DTYPES[spec.engine.dtype], spec.engine.zero_stage == 3
+    partition = PartitionedLoading(_training(spec, spec.actor)) if partitions else None
     load = partial(load_policy, model_path, revision=spec.model.revision, **_loading(spec, spec.actor))
     engine_copies = spec.rollout_engine.starts_with_policy
     model, tokenizer = load(partition=None if engine_copies else partition)
@@ -88,10 +88,9 @@ def build_models(
         model, _ = load(partition=partition)
     sequence, data_ranks = share_rows(ranks, spec.engine.sequence_parallel)
 
-    def load_other(
-        path: str | None, key: str, partition: PartitionedLoading | None, of: CriticSpec | None = None
-    ) -> Any:
+    def load_other(path: str | None, key: str, settings: Settings, of: CriticSpec | None = None) -> Any:
         """Loads another model from `path`; None: from the policy's path."""
+        partition = PartitionedLoading(settings) if partitions else None
         revision = spec.model.revision if path in {None, spec.model.path} else None
         where = path or model_path
         other = load_other_model(
@@ -101,8 +100,7 @@ def build_models(
         return other
 
     def frozen(path: str | None, key: str) -> Teacher:
-        sharing = PartitionedLoading(frozen_settings(dtype)) if is_cut_up else None
-        return _frozen(spec, load_other(path, key, sharing), ranks, sequence)
+        return _frozen(spec, load_other(path, key, frozen_settings(dtype)), ranks, sequence)
 
     ref: ReferencePolicy | None = None
     # With LoRA, the base model without adapters is the initial policy: no second copy is needed.
@@ -112,8 +110,7 @@ def build_models(
     critic = None
     if spec.trains_critic:
         critics = _training(spec, spec.critic)
-        own = PartitionedLoading(critics) if is_cut_up else None
-        critic_model = load_other(spec.critic.path, "critic.path", own, of=spec.critic)
+        critic_model = load_other(spec.critic.path, "critic.path", critics, of=spec.critic)
         critic = build_training_engine(spec.engine.name, TrainContext(critic_model, ranks, critics))
     if spec.model.lora_rank:
         add_lora(

@@ -88,13 +88,22 @@ class SeenTokens:
         none = torch.zeros_like(settings.rules.segments(batch.units, "sequence").lengths, dtype=torch.bool)
         return cls(zeros, zeros.clone(), zeros.bool(), none, none.clone())
 
-    def store(self, part: SeenTokens, tokens: Tensor, responses: Tensor) -> None:
-        """Takes over a part with these indices; a response that was not finite once stays so."""
-        self.training_log_probs[tokens] = part.training_log_probs
-        self.weights[tokens] = part.weights
-        self.keep[tokens] = part.keep
-        self.nonfinite[responses] |= part.nonfinite
-        self.saturated[responses] |= part.saturated
+    def note(
+        self, mini: MiniBatch, part: _Part, correction: Correction, log_probs: Tensor, factor: float
+    ) -> None:
+        """Notes a micro-batch, its log-probs (m,) under π_θ, and the divisor of its weights.
+
+        A response that was not finite once stays so.
+        """
+        settings, given = mini.settings, part.batch
+        assert given.old_log_probs is not None
+        tokens, responses = mini.tokens[part.tokens], mini.responses[part.responses]
+        unit = settings.rules.segments(given.units, "sequence")
+        weights = correction.weights / factor if settings.weights_are_applied else correction.keep.float()
+        self.training_log_probs[tokens] = log_probs if settings.bypass else given.old_log_probs
+        self.weights[tokens], self.keep[tokens] = weights, correction.keep
+        self.nonfinite[responses] |= correction.nonfinite | unit.any(~log_probs.isfinite())
+        self.saturated[responses] |= correction.saturated
 
 
 @dataclass(frozen=True, slots=True)
@@ -107,7 +116,6 @@ class _MiniResult:
     applied: bool
     could_not_step: bool
     decision: UpdateDecision | None
-    seen: SeenTokens
 
 
 @dataclass(frozen=True, slots=True)
@@ -125,6 +133,7 @@ class MiniBatch:
     """The episodes of one optimizer step on this rank, and their division into forward passes.
 
     Attributes:
+        tokens, responses: their indices in the batch of all mini-batches.
         num_passes: forward passes of every rank: under ZeRO they are collectives. A rank with fewer parts
             makes idle ones.
         num_forward_only: number of leading passes that need no backward pass on any rank.
@@ -132,6 +141,8 @@ class MiniBatch:
     """
 
     batch: TokenBatch
+    tokens: Tensor
+    responses: Tensor
     parts: list[_Part]
     num_passes: int
     num_forward_only: int
@@ -141,21 +152,17 @@ class MiniBatch:
     settings: UpdateSettings
 
     @classmethod
-    def of(cls, batch: TokenBatch, actor: TrainEngine, ranks: Ranks, settings: UpdateSettings) -> MiniBatch:
-        """Divides `batch` into micro-batches (all ranks call this)."""
-        no_gradient = None
+    def of(
+        cls, whole: TokenBatch, chosen: Tensor, actor: TrainEngine, ranks: Ranks, settings: UpdateSettings
+    ) -> MiniBatch:
+        """Divides the chosen episodes (k,) of `whole` into micro-batches (all ranks call this)."""
+        batch, no_gradient = whole.pick(chosen), None
         if settings.vanishes_without_advantage and batch.advantages is not None:
             no_gradient = ~batch.units.episode.any(batch.advantages != 0.0)
+        sizes = settings.micro_sequences, settings.micro_tokens
         parts = [
-            _Part(
-                batch.pick(episodes),
-                episodes,
-                batch.units.episode.entries_of(episodes),
-                _responses(batch, episodes, settings),
-            )
-            for episodes in micro_batches(
-                batch, settings.micro_sequences, settings.micro_tokens, first=no_gradient
-            )
+            _Part(batch.pick(episodes), episodes, *_indices(batch, episodes, settings))
+            for episodes in micro_batches(batch, *sizes, first=no_gradient)
         ]
         count, forward_only = num_passes(len(parts), ranks), 0
         if no_gradient is not None and count > 1:
@@ -164,7 +171,8 @@ class MiniBatch:
             forward_only = int(ranks.min(float(min([*needed, last]))))
         idle = idle_inputs(batch.token_ids.device)
         layout = actor.plan([part.batch.inputs for part in parts] or [idle])
-        return cls(batch, parts, count, forward_only, layout, actor, ranks, settings)
+        indices = _indices(whole, chosen, settings)
+        return cls(batch, *indices, parts, count, forward_only, layout, actor, ranks, settings)
 
     def policy(self, part: _Part | None) -> PolicyOutput:
         """The policy's output for one micro-batch; None: for a token that nothing is computed from."""
@@ -197,8 +205,11 @@ class MiniBatch:
         return correct(*given, advantages=batch.advantages, age=batch.age)
 
 
-def _responses(batch: TokenBatch, episodes: Tensor, settings: UpdateSettings) -> Tensor:
-    return episodes if settings.rules.unit == "episode" else batch.sequences_of_episodes.entries_of(episodes)
+def _indices(batch: TokenBatch, episodes: Tensor, settings: UpdateSettings) -> tuple[Tensor, Tensor]:
+    """Indices of the tokens and responses of some episodes of a batch."""
+    by_episode = settings.rules.unit == "episode"
+    responses = episodes if by_episode else batch.sequences_of_episodes.entries_of(episodes)
+    return batch.units.episode.entries_of(episodes), responses
 
 
 @dataclass(frozen=True, slots=True)
@@ -305,14 +316,12 @@ def update(
     fixed: dict[int, Correction] = {}
     for _ in range(settings.ppo_epochs):
         for number, episodes in enumerate(of_minis):
-            mini = MiniBatch.of(batch.pick(episodes), actor, ranks, settings)
+            mini = MiniBatch.of(batch, episodes, actor, ranks, settings)
             if not settings.bypass and number not in fixed:
                 assert mini.batch.old_log_probs is not None
                 fixed[number] = mini.correct(mini.batch, mini.batch.old_log_probs)
             lr = lr_at(first_update + len(results))
-            result = _step(mini, fixed.get(number), lr, guard, lr_scale, hold=hold)
-            tokens = batch.units.episode.entries_of(episodes)
-            seen.store(result.seen, tokens, _responses(batch, episodes, settings))
+            result = _step(mini, fixed.get(number), seen, lr, guard, lr_scale, hold=hold)
             lr_scale = lr_scale if result.decision is None else result.decision.next_scale
             results.append(result)
     metrics = _metrics(results, settings)
@@ -331,15 +340,16 @@ def update(
 def _step(
     mini: MiniBatch,
     fixed: Correction | None,
+    seen: SeenTokens,
     lr: float,
     guard: GuardrailsSpec,
     lr_scale: float,
     *,
     hold: bool,
 ) -> _MiniResult:
-    """One optimizer step; with `hold`, everything except the step itself."""
+    """One optimizer step; with `hold`, everything except the step itself. Notes in `seen` what it used."""
     settings, prepared = mini.settings, _prepared(mini, fixed)
-    seen, statistics = SeenTokens.of(mini.batch, settings), prepared.statistics
+    statistics = prepared.statistics
     losses = [no_sums(mini.batch.token_ids.device)]
     corrections: list[Sums] = []
     for done, (part, output) in enumerate(prepared.outputs or mini.outputs(), start=1):
@@ -354,8 +364,7 @@ def _step(
                 correction = prepared.correction.of(part.tokens, part.responses)
             loss, sums_of_part = actor_loss(part.batch, output, correction, statistics, settings)
             losses.append(sums_of_part)
-            of_part = _seen(part.batch, correction, log_probs, settings, statistics.factor)
-            seen.store(of_part, part.tokens, part.responses)
+            seen.note(mini, part, correction, log_probs, statistics.factor)
         if loss.requires_grad:
             mini.actor.backward(loss, last=done == mini.num_passes)
 
@@ -364,7 +373,7 @@ def _step(
         own = corrections or [mini.correct(mini.batch, mini.batch.rollout_log_probs).sums]
         sums = mini.ranks.all_reduce(added(own))
         scale = _scale(sums, statistics, settings)
-        seen.weights.div_(_divisors(sums, settings)[-1])
+        seen.weights[mini.tokens] /= _divisors(sums, settings)[-1]
     factor = normalization_factor(sums, settings.rules)
     loss_sums = mini.ranks.all_reduce(added(losses))
     loss_sums |= {name: loss_sums[name] * scale for name in ("loss", "pg_loss", "kl_loss")}
@@ -388,23 +397,6 @@ def _step(
         applied=result.applied,
         could_not_step=not (result.applied or is_withheld),
         decision=decision,
-        seen=seen,
-    )
-
-
-def _seen(
-    batch: TokenBatch, correction: Correction, log_probs: Tensor, settings: UpdateSettings, factor: float
-) -> SeenTokens:
-    """What one micro-batch used; if no weights are applied, kept tokens have weight 1."""
-    assert batch.old_log_probs is not None
-    weights = correction.weights / factor if settings.weights_are_applied else correction.keep.float()
-    unit = settings.rules.segments(batch.units, "sequence")
-    return SeenTokens(
-        training_log_probs=log_probs if settings.bypass else batch.old_log_probs,
-        weights=weights,
-        keep=correction.keep,
-        nonfinite=correction.nonfinite | unit.any(~log_probs.isfinite()),
-        saturated=correction.saturated,
     )
 
 

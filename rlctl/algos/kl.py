@@ -1,9 +1,10 @@
 """KL divergence to the reference policy: estimators for reward and loss, and the coefficient's controller.
 
 Every value is a one-sample estimate per token of KL(π_θ ‖ π_ref) given the preceding tokens, in nats;
-all are columns of m tokens. Every estimator is `estimator(log_probs, ref_log_probs, rollout_log_probs, unit)
--> Tensor`, registered by its name (`rlctl.registry`); one that reads π_rollout, or `unit`, the tokens of each
-response, can be used as a loss only.
+all are columns of m tokens. In the reward, where the value is a constant, the policy gradient of k1 alone is
+that of the KL. Every estimator is `estimator(log_probs, ref_log_probs, rollout_log_probs, unit) -> Tensor`,
+registered by its name (`rlctl.registry`); one that reads π_rollout, or `unit`, the tokens of each response,
+can be used as a loss only.
 """
 
 from __future__ import annotations

@@ -22,7 +22,7 @@ Reduction = Literal["none", "sum", "mean", "max", "given"]
 #: What one violation rejects; `sequence` is a response, see `CorrectionRules.unit`.
 Scope = Literal["token", "turn", "sequence", "episode"]
 ResponseUnit = Literal["episode", "sequence"]
-#: How token losses become one number; see `rlctl.algos.losses.aggregate`.
+#: How token losses become one number; see `rlctl.algos.losses.coefficients`.
 AggMode = Literal["token-mean", "seq-mean-token-sum", "seq-mean-token-mean", "seq-mean-token-sum-norm"]
 LossDenominator = Literal["before_rejection", "after_rejection"]
 

@@ -39,16 +39,16 @@ class BatchStatistics:
         num_tokens, num_responses: counted by the denominators; responses with at least one such token.
         factor: mean weight; weights are divided by it.
         loss: with the statistics that the loss function reads.
-        expert_shares: (E,) share of the tokens that goes to each expert; None: there is no auxiliary loss.
-        routed_tokens: number of these tokens.
+        all_tokens: number of tokens, rejected ones included.
+        expert_counts: (E,) number of them that go to each expert; None: there is no auxiliary loss.
     """
 
     num_tokens: float
     num_responses: float
     factor: float
     loss: LossRule
-    expert_shares: Tensor | None = None
-    routed_tokens: float = 0.0
+    all_tokens: float
+    expert_counts: Tensor | None = None
 
 
 def actor_loss(
@@ -97,9 +97,9 @@ def actor_loss(
         if weights is not None and settings.weights_teacher:
             distance = distance * weights
         loss = loss + settings.teacher_kl_coef * (c * distance).sum()
-    if whole.expert_shares is not None:
+    if whole.expert_counts is not None:
         assert output.routing is not None
-        balance = balance_loss(output.routing, whole.expert_shares, whole.routed_tokens)
+        balance = balance_loss(output.routing, whole.expert_counts, whole.all_tokens)
         loss = loss + settings.router_aux_loss_coef * balance
         sums["router_aux_loss"] = balance.detach()
     for name, flags in (("clipped", policy.clipped), ("clipped_lower", policy.clipped_lower)):

@@ -241,9 +241,8 @@ def _prepared(mini: MiniBatch, fixed: Correction | None) -> _Prepared:
         # Each micro-batch is corrected from its own pass; the gradient is scaled before the step.
         lengths = settings.rules.segments(batch.units, "sequence").lengths
         tokens, responses = ranks.sum([float(lengths.sum()), float((lengths > 0).sum())])
-        return _Prepared(BatchStatistics(tokens, responses, 1.0, settings.loss))
-    outputs, correction, loss = None, fixed, settings.loss
-    shares: tuple[Tensor | None, float] = (None, 0.0)
+        return _Prepared(BatchStatistics(tokens, responses, 1.0, settings.loss, tokens))
+    outputs, correction, loss, experts = None, fixed, settings.loss, None
     if fixed is None or settings.needs_policy_statistics:
         # From π_θ: with gradient only if no further pass is needed.
         with torch.set_grad_enabled(mini.num_passes == 1):
@@ -254,10 +253,13 @@ def _prepared(mini: MiniBatch, fixed: Correction | None) -> _Prepared:
         if settings.loss.needs_statistics:
             loss = _with_statistics(mini, log_probs, correction.keep)
         if settings.router_aux_loss_coef:
-            shares = _expert_shares(mini, mini.joined(found, "routing"))
+            routing = mini.joined(found, "routing")
+            own = routing[:, routing.shape[1] // 2 :].double().sum(0)
+            experts = torch.tensor(ranks.sum(own.tolist()), device=own.device)
     assert correction is not None
     sums = ranks.all_reduce(correction.sums)
-    return _Prepared(BatchStatistics(*_divisors(sums, settings), loss, *shares), correction, sums, outputs)
+    whole = BatchStatistics(*_divisors(sums, settings), loss, sums["tokens"], experts)
+    return _Prepared(whole, correction, sums, outputs)
 
 
 def _divisors(sums: HostSums, settings: UpdateSettings) -> tuple[float, float, float]:
@@ -275,13 +277,6 @@ def _with_statistics(mini: MiniBatch, log_probs: Tensor, keep: Tensor) -> LossRu
     policies = (log_probs[keep], batch.old_log_probs[keep], batch.advantages[keep])
     unit = settings.rules.segments(batch.units, "sequence").kept(keep)
     return WholeBatch(*policies, unit, ranks.sum, ranks.all_gather).with_statistics(settings.loss)
-
-
-def _expert_shares(mini: MiniBatch, routing: Tensor) -> tuple[Tensor, float]:
-    """(E,) share of the tokens of all micro-batches and ranks that goes to each expert; number of tokens."""
-    chosen = routing[:, routing.shape[1] // 2 :].double().sum(0)
-    *counts, num_tokens = mini.ranks.sum([*chosen.tolist(), float(len(routing))])
-    return torch.tensor(counts, device=routing.device) / max(num_tokens, 1.0), num_tokens
 
 
 def update(

@@ -174,29 +174,25 @@ class MiniBatch:
         indices = _indices(whole, chosen, settings)
         return cls(batch, *indices, parts, count, forward_only, layout, actor, ranks, settings)
 
-    def policy(self, part: _Part | None) -> PolicyOutput:
-        """The policy's output for one micro-batch; None: for a token that nothing is computed from."""
-        inputs = part.batch.inputs if part else idle_inputs(self.batch.token_ids.device)
-        settings = self.settings
-        asked = {"routing": True} if settings.router_aux_loss_coef else {}
-        asked |= {"tail": True} if settings.lists_teacher else {}
-        return self.actor.policy(inputs, entropy_grad=settings.entropy_coeff > 0, **asked)
-
     def outputs(self) -> Iterator[tuple[_Part | None, PolicyOutput]]:
         """Yields each micro-batch, None for an idle pass, and its output, with gradient if needed."""
+        settings, idle = self.settings, idle_inputs(self.batch.token_ids.device)
+        asked = {"routing": True} if settings.router_aux_loss_coef else {}
+        asked |= {"tail": True} if settings.lists_teacher else {}
         for place in range(self.num_passes):
             part = self.parts[place] if place < len(self.parts) else None
+            inputs = part.batch.inputs if part else idle
             with torch.set_grad_enabled(torch.is_grad_enabled() and place >= self.num_forward_only):
-                output = self.policy(part)
+                output = self.actor.policy(inputs, entropy_grad=settings.entropy_coeff > 0, **asked)
             yield part, output
 
     def joined(self, outputs: list[tuple[_Part | None, PolicyOutput]], name: str) -> Tensor:
         """A field (m, …) of all outputs as (M, …), in the order of the batch, detached."""
-        found = [(part.tokens, getattr(output, name).detach()) for part, output in outputs if part]
-        like: Tensor = getattr(outputs[0][1], name)
-        whole = like.new_empty((len(self.batch.rollout_log_probs), *like.shape[1:])).detach()
-        for tokens, values in found:
-            whole[tokens] = values
+        like: Tensor = getattr(outputs[0][1], name).detach()
+        whole = like.new_empty((len(self.batch.turns), *like.shape[1:]))
+        for part, output in outputs:
+            if part:
+                whole[part.tokens] = getattr(output, name).detach()
         return whole
 
     def correct(self, batch: TokenBatch, log_probs: Tensor) -> Correction:

@@ -194,7 +194,7 @@ def token_gradient(
     found, unit = _corrected(rule, train, rollout, advantages, mask), Segments(mask.sum(1))
     leaf, keep = train.clone().requires_grad_(), found.keep
     columns = (x[mask][keep] for x in (leaf, rollout, advantages))
-    weights = None if loss.has_ratio or found.weights is None else found.weights[keep].double()
+    weights = None if loss.has_ratio else found.weights[keep].double()
     values = policy_loss(loss, *columns, unit.kept(keep), weights).values
     (gradient,) = torch.autograd.grad(values.sum(), leaf, allow_unused=True)
     return -torch.zeros_like(leaf).numpy() if gradient is None else -gradient.numpy()

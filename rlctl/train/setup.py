@@ -52,7 +52,10 @@ def build(
         UsageError, EnvironmentFailure, RunFailure: model, data or checkpoint cannot be used.
     """
     torch.manual_seed(spec.trainer.seed)
-    model_path, train_files, val_files = _sources(spec, ranks)
+    if ranks.is_main:
+        _sources(spec)
+    ranks.barrier()
+    model_path, train_files, val_files = _sources(spec)
     startup.phase(f"loading {spec.model.path} and starting the engines")
     models = build_models(spec, model_path, ranks, run_dir, stack)
     startup.phase("reading the prompts")
@@ -139,17 +142,10 @@ def _stream(run: Run, stack: contextlib.ExitStack) -> RolloutStream:
     )
 
 
-def _sources(spec: RunSpec, ranks: Ranks) -> tuple[str, list[str], list[str]]:
+def _sources(spec: RunSpec) -> tuple[str, list[str], list[str]]:
     """Model directory, training files, validation files; downloads or builds what is missing."""
     if not spec.is_embedded:
-        if ranks.is_main:
-            model_directory(spec.model.path)
-            _files(spec)
-        ranks.barrier()
         return model_directory(spec.model.path), *_files(spec)
-    if ranks.is_main:
-        embedded_task(spec)
-    ranks.barrier()
     task = embedded_task(spec)
     train_files = spec.data.train_files or [str(task.train_file)]
     return str(task.model_dir), train_files, spec.data.val_files or [str(task.val_file)]

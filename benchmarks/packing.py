@@ -130,7 +130,9 @@ def measure(kind: str, options: argparse.Namespace, actor: DeepSpeedEngine) -> d
         found[cut] = {
             "cpu_s": statistics.median(seconds[cut, False]),
             "padded_cpu_s": statistics.median(seconds[cut, True]),
-            "passes": len(micro_batches(batch, settings.micro_sequences, settings.micro_tokens)),
+            "passes": len(
+                micro_batches(batch, settings.actor.ppo_micro_batch_size_per_gpu, settings.micro_tokens)
+            ),
             "layout": layouts[cut],
         }
     found["speed"] = found["sequences"]["cpu_s"] / found["tokens"]["cpu_s"]

@@ -67,7 +67,9 @@ def actor_loss(
     unit = rules.segments(micro.units, "sequence")
     counted = keep if rules.loss_denominator == "after_rejection" else torch.ones_like(keep)
     counts = whole.num_tokens, whole.num_responses
-    c = coefficients(settings.agg_mode, keep, counted, unit, *counts, horizon=settings.horizon)[keep]
+    c = coefficients(settings.actor.loss_agg_mode, keep, counted, unit, *counts, horizon=settings.horizon)[
+        keep
+    ]
     assert micro.old_log_probs is not None
     assert micro.advantages is not None
     log_probs, old, advantages = (x[keep] for x in (output.log_probs, micro.old_log_probs, micro.advantages))
@@ -82,14 +84,14 @@ def actor_loss(
         expected, mass = _expected_scores(micro, output, keep, settings)
         loss = pg_loss = pg_loss + (c * advantages * expected).sum() / whole.factor
         sums["listed_mass"] = _total(mass)
-    if settings.entropy_coeff:
-        loss = loss - settings.entropy_coeff * (c * output.entropy[keep]).sum()
+    if settings.actor.entropy_coeff:
+        loss = loss - settings.actor.entropy_coeff * (c * output.entropy[keep]).sum()
     if settings.kl_loss_type is not None:
         assert micro.ref_log_probs is not None
         # Relative to π_rollout in both modes, because the tokens were sampled from it.
         policies = (micro.ref_log_probs[keep], micro.rollout_log_probs[keep])
         kl = (c * kl_loss(settings.kl_loss_type, log_probs, *policies, kept_unit)).sum()
-        loss = loss + settings.kl_loss_coef * kl
+        loss = loss + settings.actor.kl_loss_coef * kl
         sums["kl_loss"] = kl.detach()
     if settings.teacher_kl_coef:
         distance, tail = _teacher_kl(micro, output, keep, kept_unit, settings)
@@ -100,7 +102,7 @@ def actor_loss(
     if whole.expert_counts is not None:
         assert output.routing is not None
         balance = balance_loss(output.routing, whole.expert_counts, whole.all_tokens)
-        loss = loss + settings.router_aux_loss_coef * balance
+        loss = loss + settings.actor.router_aux_loss_coef * balance
         sums["router_aux_loss"] = balance.detach()
     for name, flags in (("clipped", policy.clipped), ("clipped_lower", policy.clipped_lower)):
         if flags is not None:

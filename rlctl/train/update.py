@@ -159,7 +159,7 @@ class MiniBatch:
         batch, no_gradient = whole.pick(chosen), None
         if settings.vanishes_without_advantage and batch.advantages is not None:
             no_gradient = ~batch.units.episode.any(batch.advantages != 0.0)
-        sizes = settings.micro_sequences, settings.micro_tokens
+        sizes = settings.actor.ppo_micro_batch_size_per_gpu, settings.micro_tokens
         parts = [
             _Part(batch.pick(episodes), episodes, *_indices(batch, episodes, settings))
             for episodes in micro_batches(batch, *sizes, first=no_gradient)
@@ -177,13 +177,13 @@ class MiniBatch:
     def outputs(self) -> Iterator[tuple[_Part | None, PolicyOutput]]:
         """Yields each micro-batch, None for an idle pass, and its output, with gradient if needed."""
         settings, idle = self.settings, idle_inputs(self.batch.token_ids.device)
-        asked = {"routing": True} if settings.router_aux_loss_coef else {}
+        asked = {"routing": True} if settings.actor.router_aux_loss_coef else {}
         asked |= {"tail": True} if settings.lists_teacher else {}
         for place in range(self.num_passes):
             part = self.parts[place] if place < len(self.parts) else None
             inputs = part.batch.inputs if part else idle
             with torch.set_grad_enabled(torch.is_grad_enabled() and place >= self.num_forward_only):
-                output = self.actor.policy(inputs, entropy_grad=settings.entropy_coeff > 0, **asked)
+                output = self.actor.policy(inputs, entropy_grad=settings.actor.entropy_coeff > 0, **asked)
             yield part, output
 
     def joined(self, outputs: list[tuple[_Part | None, PolicyOutput]], name: str) -> Tensor:
@@ -248,7 +248,7 @@ def _prepared(mini: MiniBatch, fixed: Correction | None) -> _Prepared:
         correction = fixed or mini.correct(batch, log_probs)
         if settings.loss.needs_statistics:
             loss = _with_statistics(mini, log_probs, correction.keep)
-        if settings.router_aux_loss_coef:
+        if settings.actor.router_aux_loss_coef:
             routing = mini.joined(found, "routing")
             own = routing[:, routing.shape[1] // 2 :].double().sum(0)
             experts = torch.tensor(ranks.sum(own.tolist()), device=own.device)
@@ -305,7 +305,7 @@ def update(
     of_minis = mini_batches(batch, settings.mini_groups, settings.num_minis)
     results: list[_MiniResult] = []
     fixed: dict[int, Correction] = {}
-    for _ in range(settings.ppo_epochs):
+    for _ in range(settings.actor.ppo_epochs):
         for number, episodes in enumerate(of_minis):
             mini = MiniBatch.of(batch, episodes, actor, ranks, settings)
             if not settings.bypass and number not in fixed:
@@ -374,7 +374,7 @@ def _step(
     if is_possible and not hold and guard.mode != "off":
         decision = decide_update(sums, settings.rules, lr_scale, guard)
     lr *= decision.lr_scale if decision else 1.0
-    if settings.lr_ess_scaling:  # Huang et al. 2026, VCPO, arXiv 2602.17616: lr × √ESS
+    if settings.actor.lr_ess_scaling:  # Huang et al. 2026, VCPO, arXiv 2602.17616: lr × √ESS
         name = "rollout_is_raw_eff_sample_size"
         lr *= math.sqrt(correction_metrics(sums, settings.rules).get(f"rollout_corr/{name}", 0.0))
     is_withheld = hold or (decision is not None and decision.skip)
@@ -394,7 +394,7 @@ def _step(
 def _scale(sums: HostSums, assumed: BatchStatistics, settings: UpdateSettings) -> float:
     """Factor of the accumulated loss and its gradient, from statistics that were not known before."""
     tokens, responses, factor = _divisors(sums, settings)
-    if settings.agg_mode == "token-mean":
+    if settings.actor.loss_agg_mode == "token-mean":
         return assumed.num_tokens / max(tokens, 1.0) / factor
     return assumed.num_responses / max(responses, 1.0) / factor
 
@@ -423,7 +423,7 @@ def _refuse_nonfinite(sums: HostSums, losses: HostSums, settings: UpdateSettings
 def _metrics(results: list[_MiniResult], settings: UpdateSettings) -> dict[str, float]:
     # Every epoch has the same responses: their mean, so that deviations with n − 1 count each once.
     correction = {
-        name: value if name.endswith(LARGEST) else value / settings.ppo_epochs
+        name: value if name.endswith(LARGEST) else value / settings.actor.ppo_epochs
         for name, value in added([result.correction for result in results]).items()
     }
     losses, count = added([result.losses for result in results]), len(results)
@@ -434,7 +434,7 @@ def _metrics(results: list[_MiniResult], settings: UpdateSettings) -> dict[str, 
         metrics["rollout_corr/rollout_is_batch_norm_factor"] = factor
     if settings.centers_scores:
         metrics["rollout_corr/listed_mass"] = ratio(losses["listed_mass"], tokens)
-    if settings.router_aux_loss_coef:
+    if settings.actor.router_aux_loss_coef:
         metrics["actor/router_aux_loss"] = losses["router_aux_loss"] / count
     if settings.teacher_kl_coef:
         metrics["distill/kl_loss"] = ratio(losses["teacher_kl"], losses["distilled"])
@@ -442,7 +442,7 @@ def _metrics(results: list[_MiniResult], settings: UpdateSettings) -> dict[str, 
         metrics["distill/tail_mass"] = ratio(losses["tail_mass"], losses["distilled"])
     if settings.kl_loss_type is not None:
         metrics["actor/kl_loss"] = losses["kl_loss"] / count
-        metrics["actor/kl_coef"] = settings.kl_loss_coef
+        metrics["actor/kl_coef"] = settings.actor.kl_loss_coef
     return metrics | {
         "rollout_corr/skipped_updates": float(sum(result.could_not_step for result in results)),
         "actor/pg_loss": losses["pg_loss"] / count,

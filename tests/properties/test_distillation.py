@@ -178,8 +178,7 @@ def taught(form: Form, actor: Recording, ranks: Ranks) -> tuple[Tensor, Updated,
     weight = WeightRule(form.weight, "truncate", upper=1e9, normalize=form.normalize)
     setting = Setting("reinforce", "rollout", weight, (BAND,) if form.rejects else ())
     settings = replace(
-        setting.update_settings("seq-mean-token-sum", len(rows)),
-        micro_sequences=form.micro,
+        setting.update_settings("seq-mean-token-sum", len(rows), micro_sequences=form.micro),
         teacher_kl_coef=UpdateSettings.of(spec).teacher_kl_coef,
         teacher_kl_type=form.kl_type,
     )

@@ -7,13 +7,13 @@ training. In training, the gradients of the n responses add up in the shared key
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn import functional
 from transformers import DynamicCache
 from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer
 
@@ -48,7 +48,7 @@ def base_name(model: Any) -> str | None:
 
 
 def shared_prefix(body: Any, input_ids: Tensor, attention_mask: Tensor, position_ids: Tensor) -> Any:
-    """Keys and values of the first K tokens of all rows, computed once per block of equal adjacent rows.
+    """Keys and values of the first K tokens of all rows, computed once per run of equal adjacent rows.
 
     Args:
         body: a causal language model without its head.
@@ -58,19 +58,20 @@ def shared_prefix(body: Any, input_ids: Tensor, attention_mask: Tensor, position
     Returns:
         A cache of B rows that `body` can continue, or None if nothing is shared or `has_keys_only` is false.
     """
-    step = _equal_neighbours(input_ids, attention_mask)
-    if step == 1 or input_ids.shape[1] == 0:
+    differs = (input_ids[1:] != input_ids[:-1]) | (attention_mask[1:] != attention_mask[:-1])
+    is_new = functional.pad(differs.any(1), (1, 0), value=True)
+    if is_new.all() or input_ids.shape[1] == 0:
         return None
     output = body(
-        input_ids=input_ids[::step],
-        attention_mask=attention_mask[::step].long(),
-        position_ids=position_ids[::step],
+        input_ids=input_ids[is_new],
+        attention_mask=attention_mask[is_new].long(),
+        position_ids=position_ids[is_new],
         use_cache=True,
     )
     cache: Any = getattr(output, "past_key_values", None)
     if not has_keys_only(cache):
         return None
-    cache.batch_repeat_interleave(step)
+    cache.batch_select_indices(is_new.cumsum(0) - 1)
     return cache
 
 
@@ -80,11 +81,10 @@ def has_keys_only(cache: Any) -> bool:
     return isinstance(cache, DynamicCache) and all(type(layer) in plain for layer in cache.layers)
 
 
-def _equal_neighbours(input_ids: Tensor, attention_mask: Tensor) -> int:
-    """Largest block size for which every block of adjacent rows consists of equal rows."""
-    differs = (input_ids[1:] != input_ids[:-1]) | (attention_mask[1:] != attention_mask[:-1])
-    starts = differs.any(1).nonzero().flatten() + 1
-    return math.gcd(len(input_ids), *starts.tolist())
+def shortest_window(config: Any) -> int:
+    """Shortest attention window of all layers, in tokens."""
+    names = ("sliding_window", "attention_chunk_size")
+    return min(getattr(config, name, None) or 1 << 62 for name in names)
 
 
 @torch.no_grad()
@@ -101,7 +101,7 @@ def can_share_prefix(model: Any) -> bool:
         return False
     with evaluating(model):
         try:
-            return _continues(body, model.config.get_text_config().vocab_size)
+            return _continues(body, model.config.get_text_config())
         except UNSUPPORTED:
             return False
 
@@ -117,20 +117,23 @@ def evaluating(model: Any) -> Iterator[None]:
         model.train(was_training)
 
 
-def _continues(body: Any, vocabulary: int) -> bool:
+def _continues(body: Any, config: Any) -> bool:
     device = next(body.parameters()).device
     positions = torch.arange(4, device=device).expand(2, 4)
-    probe, mask = positions % vocabulary, torch.ones_like(positions)
+    probe, mask = positions % config.vocab_size, torch.ones_like(positions)
     whole = body(input_ids=probe, attention_mask=mask, position_ids=positions).last_hidden_state[:, 2:]
     cache = shared_prefix(body, probe[:, :2], mask[:, :2].bool(), positions[:, :2])
     if cache is None:
         return False
+    # Padding between the shared tokens and the others; in a window that is shorter, there is none.
+    padded = [2] * (shortest_window(config) > 4)
+    ones = mask[:, : len(padded)]
     parts = body(
-        input_ids=probe[:, 2:],
-        attention_mask=mask,
-        position_ids=positions[:, 2:],
+        input_ids=probe[:, [*padded, 2, 3]],
+        attention_mask=torch.cat([mask[:, :2], 0 * ones, mask[:, 2:]], 1),
+        position_ids=positions[:, [*padded, 2, 3]],
         past_key_values=cache,
         use_cache=True,
-    ).last_hidden_state
+    ).last_hidden_state[:, len(padded) :]
     gap = (parts.float() - whole.float()).norm() / whole.float().norm()
     return bool(gap < _TOLERANCE)

@@ -34,7 +34,15 @@ from torch.nn import functional
 from rlctl.algos.segments import Segments
 from rlctl.batch import ModelInputs
 from rlctl.errors import RunFailure
-from rlctl.prefix import UNSUPPORTED, body_of, can_share_prefix, evaluating, has_keys_only, shared_prefix
+from rlctl.prefix import (
+    UNSUPPORTED,
+    body_of,
+    can_share_prefix,
+    evaluating,
+    has_keys_only,
+    shared_prefix,
+    shortest_window,
+)
 from rlctl.routing import REPLAY, Mixture, RoutedBody, Routing
 from rlctl.spec.memory import has_no_mask, packed_width
 
@@ -122,8 +130,8 @@ class _Placing:
         shape: R, W.
         member: (n,) int64, number of the token's sequence within its row, from 1; None: there is no mask.
         common: (R, C, C) int32, number of first tokens that two sequences of a row share; 0: padding.
-        prefix: the first columns, which are equal in each block of rows and computed once per block.
-        block: rows of a block.
+        prefix: the first columns, which are computed once for each run of rows that are equal there.
+        num_runs: number of these runs.
         lengths: (K,) of the sequences that kernels separate in one row, without a mask; None: rows have one.
     """
 
@@ -133,7 +141,7 @@ class _Placing:
     member: Tensor | None = None
     common: Tensor | None = None
     prefix: int = 0
-    block: int = 1
+    num_runs: int = 0
     lengths: Tensor | None = None
 
     @property
@@ -147,7 +155,7 @@ class _Placing:
     def computed(self) -> int:
         """Number of tokens that the model computes, padding included."""
         rows, width = self.shape
-        return rows // self.block * self.prefix + rows * (width - self.prefix)
+        return self.num_runs * self.prefix + rows * (width - self.prefix)
 
     def rows(self, tokens: _Tokens, device: torch.device) -> Rows:
         """The body's inputs, with id and position 0 in padding, and without a mask."""
@@ -231,18 +239,18 @@ def _bins(tokens: _Tokens, width: int) -> list[list[range]]:
 def _padding(tokens: _Tokens, share_prompts: bool) -> _Placing:
     """A row per sequence; with `share_prompts` and without experts, shared prompts end in one column."""
     sequences, wanted = tokens.sequences, tokens.wanted
-    cuts, block = torch.zeros_like(sequences.lengths), 1
+    cuts, num_runs = torch.zeros_like(sequences.lengths), 0
     if share_prompts and len(sequences) > 1 and tokens.experts is None:
         # Of what is read before the first state that scores: only keys and values are needed.
         first = sequences.places[wanted][Segments.of_index(sequences.index[wanted], len(sequences)).starts]
         is_new = torch.tensor(tokens.common)[1:] < torch.maximum(first[1:], first[:-1])
-        block = math.gcd(len(sequences), *(is_new.nonzero().flatten() + 1).tolist())
-        if block > 1:
-            cuts = first.view(-1, block).amin(1).repeat_interleave(block)
+        runs = Segments.of_index(functional.pad(is_new, (1, 0)).cumsum(0), int(is_new.sum()) + 1)
+        if len(runs) < len(sequences):
+            cuts, num_runs = -runs.spread(runs.max(-first).long()), len(runs)
     prefix = int(cuts.max())
     place = sequences.places + sequences.spread(prefix - cuts)
     shape = len(sequences), int(place.max()) + 1
-    return _Placing(sequences.index, place, shape, prefix=prefix, block=block)
+    return _Placing(sequences.index, place, shape, prefix=prefix, num_runs=num_runs)
 
 
 def packed_rows(body: Any, tokens: _Tokens) -> Rows:
@@ -283,12 +291,6 @@ def padded_rows(body: Any, tokens: _Tokens, *, share_prompts: bool) -> Rows:
     mask[padding.row, padding.place] = 1
     rows.inputs["attention_mask"] = mask.to(device)
     return rows
-
-
-def _window(config: Any) -> int:
-    """Shortest attention window of all layers, in tokens."""
-    names = ("sliding_window", "attention_chunk_size")
-    return min(getattr(config, name, None) or 1 << 62 for name in names)
 
 
 class BodyReader:
@@ -370,7 +372,7 @@ class BodyReader:
         return Mixture.of(self._body, REPLAY)
 
     def _can_pack(self, tokens: _Tokens) -> bool:
-        return bool(self.packs) and tokens.longest <= _window(self._body.config)
+        return bool(self.packs) and tokens.longest <= shortest_window(self._body.config)
 
     def _costs(self, tokens: _Tokens) -> tuple[float, float]:
         """Costs of packed and padded rows in tokens of linear layers alone; infinite: not supported.
@@ -421,7 +423,7 @@ def can_pack(body: Any) -> bool:
     scored = torch.arange(13, device=device).expand(2, 13) >= 2
     inputs = ModelInputs(ids.flatten(), scored.flatten(), torch.tensor([13, 13], device=device))
     tokens = _tokens_read(inputs)
-    if tokens.longest > _window(body.config):
+    if tokens.longest > shortest_window(body.config):
         return False
     try:
         with evaluating(body):

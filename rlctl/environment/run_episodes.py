@@ -1,8 +1,9 @@
 """Runs the episodes of a batch at the same time: those that wait for the policy share its batches.
 
 Episodes are coroutines of one thread. The engine samples in another thread, so that environments go on
-meanwhile: a slow episode does not hold the others. With `environment.lockstep` the engine waits until every
-episode waits for it; batches are then the same in every run of a deterministic environment.
+meanwhile: a slow episode holds the others for a tenth of a batch's time at most. With `environment.lockstep`
+the engine waits until every episode waits for it; batches are then the same in every run of a deterministic
+environment.
 """
 
 from __future__ import annotations
@@ -29,6 +30,10 @@ if TYPE_CHECKING:
     from rlctl.environment.protocol import Environment
     from rlctl.rollout.protocol import ResponseSampler, Sampling
     from rlctl.spec.environment import EnvironmentSpec
+
+
+#: Share of the last batch's seconds for which a batch waits for more turns: its longest turn sets its length.
+_PATIENCE = 0.1
 
 
 @dataclass(slots=True)
@@ -66,6 +71,7 @@ class Conductor:
         self._waiting: list[_Waiting] = []
         self._changed = asyncio.Event()
         self._sampling_now: set[asyncio.Task[None]] = set()
+        self._batch_s = 1.0  # of the last batch
 
     async def sample(self, key: tuple[int, int, int], request: Request) -> tuple[Turn, float]:
         """The turn, and the seconds for which it waited for its batch to start."""
@@ -84,17 +90,26 @@ class Conductor:
         """Samples until it is cancelled; an error of the engine ends all episodes that wait."""
         while True:
             await self._changed.wait()
-            self._changed.clear()
-            # without those whose episodes have ended meanwhile
-            self._waiting = [one for one in self._waiting if not one.turn.done()]
-            all_wait = len(self._waiting) >= min(self._num_episodes, self._spec.concurrency)
+            all_wait = self._all_wait()
             if not self._waiting or (self._spec.lockstep and not all_wait):
                 continue
+            deadline = time.perf_counter() + _PATIENCE * self._batch_s
+            while not is_concurrent(self._engine) and not self._all_wait():
+                try:
+                    await asyncio.wait_for(self._changed.wait(), deadline - time.perf_counter())
+                except TimeoutError:
+                    break
             batch, self._waiting = sorted(self._waiting, key=lambda one: one.key), []
             if is_concurrent(self._engine):
                 self._sampling_now.update(asyncio.create_task(self._sample([one])) for one in batch)
             else:
                 await self._sample(batch)
+
+    def _all_wait(self) -> bool:
+        """Whether no further turn can come now; without turns whose episodes have ended meanwhile."""
+        self._changed.clear()
+        self._waiting = [one for one in self._waiting if not one.turn.done()]
+        return len(self._waiting) >= min(self._num_episodes, self._spec.concurrency)
 
     async def _sample(self, batch: list[_Waiting]) -> None:
         for one in batch:
@@ -104,6 +119,7 @@ class Conductor:
             loop = asyncio.get_running_loop()
             sample = partial(self._engine.sample, requests, self._sampling)
             turns = await loop.run_in_executor(self._thread, sample)
+            self._batch_s = time.perf_counter() - batch[0].started
             for one, turn in zip(batch, turns, strict=True):
                 if not one.turn.done():  # else its episode ran out of time
                     one.turn.set_result(turn)

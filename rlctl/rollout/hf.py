@@ -15,6 +15,7 @@ from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
+from torch.nn import functional
 from torch.nn.utils.rnn import pad_sequence
 from transformers import (
     GenerationConfig,
@@ -26,8 +27,9 @@ from transformers import (
     TopPLogitsWarper,
 )
 
+from rlctl.algos.segments import Segments
 from rlctl.batch import TokenLists, Turn
-from rlctl.prefix import body_of, can_share_prefix, shared_prefix
+from rlctl.prefix import body_of, can_share_prefix, shared_prefix, shortest_window
 from rlctl.rollout.ends import end_ids
 from rlctl.rollout.protocol import ExpectedWeights, Policy, Request, Sampling, synced
 from rlctl.routing import REPLAY, Mixture, Routing
@@ -104,7 +106,13 @@ class HFRollout:
 
     def _sample(self, requests: Sequence[Request], sampling: Sampling, policy_version: int) -> list[Turn]:
         """Samples the turns of one chunk."""
-        prompt_ids, prompt_mask = _left_padded([request.token_ids for request in requests], self._pad_id)
+        longest = max(request.limit(sampling) for request in requests)
+        prompt_ids, prompt_mask, shared = _in_columns(
+            [request.token_ids for request in requests],
+            self._pad_id,
+            shares=self._shares_prompts and not sampling.with_experts,
+            window=shortest_window(self._model.config.get_text_config()) - longest,
+        )
         prompt_ids, prompt_mask = prompt_ids.to(self._device), prompt_mask.to(self._device)
         sampler = RecordingSampler(requests, sampling, prompt_ids.shape[1], self._eos_ids, self._device)
         config = GenerationConfig(
@@ -116,7 +124,7 @@ class HFRollout:
         body = body_of(self._model)
         routing = Routing(Mixture.of(body, REPLAY)) if sampling.with_experts else None
         with routing or contextlib.nullcontext():
-            prefix = self._prefix(prompt_ids, prompt_mask)
+            prefix = self._prefix(prompt_ids[:, :shared], prompt_mask[:, :shared])
             self._model.generate(
                 prompt_ids,
                 attention_mask=prompt_mask.long(),
@@ -128,22 +136,18 @@ class HFRollout:
         if routing is None:
             return turns
         count = prompt_ids.shape[1]
-        first, *steps = routing.passes(body, sampler.num_steps + (prefix is not None))
-        columns = first.view(-1, count if prefix is None else count - 1, *first.shape[1:])
-        columns = columns.repeat_interleave(len(turns) // len(columns), 0)
+        first, *steps = routing.passes(body, sampler.num_steps)
+        columns = first.view(len(turns), count, *first.shape[1:])
         experts = torch.cat([columns, *(step[:, None] for step in steps)], 1).to("cpu", torch.int16)
         starts, ends = (~prompt_mask).sum(1).tolist(), [count + len(turn.token_ids) - 1 for turn in turns]
         spans = zip(turns, experts, starts, ends, strict=True)
         return [replace(turn, experts=row[start:end].clone()) for turn, row, start, end in spans]
 
     @torch.no_grad()
-    def _prefix(self, prompt_ids: Tensor, prompt_mask: Tensor) -> Any:
-        """Cache of the prompts (B, P) without their last token, continued by `generate`; None: not shared."""
-        if not self._shares_prompts:
-            return None
-        ids, mask = prompt_ids[:, :-1], prompt_mask[:, :-1]
+    def _prefix(self, ids: Tensor, mask: Tensor) -> Any:
+        """Cache of the first columns (B, C), continued by `generate`; None: nothing is shared."""
         positions = (mask.cumsum(dim=1) - 1).clamp_(min=0)
-        return shared_prefix(body_of(self._model), ids, mask, positions)
+        return shared_prefix(body_of(self._model), ids, mask, positions) if ids.shape[1] else None
 
 
 def into_precision(model: nn.Module, dtype: RolloutDtype) -> None:
@@ -172,12 +176,48 @@ def _round_to_int8(model: nn.Module) -> None:
             module.weight.copy_((weight / step).round() * step)
 
 
-def _left_padded(rows: Sequence[Sequence[int]], pad_id: int) -> tuple[Tensor, Tensor]:
-    """Token ids (B, P) int64, and the mask (B, P) bool of those that are not padding."""
-    ids = [torch.as_tensor(row, dtype=torch.int64) for row in rows]
-    padded = pad_sequence(ids, batch_first=True, padding_value=pad_id, padding_side="left")
-    num_padded = padded.shape[1] - torch.tensor([len(row) for row in rows])
-    return padded, torch.arange(padded.shape[1]) >= num_padded[:, None]
+def _in_columns(
+    rows: Sequence[Sequence[int]], pad_id: int, *, shares: bool, window: int
+) -> tuple[Tensor, Tensor, int]:
+    """Places prompts so that adjacent ones share the computation of the tokens with which they begin.
+
+        · s s s | · a a       two beginnings, each computed once; both parts are padded on the left
+        · s s s | b b b
+        t t t t | · · c
+
+    Which rows share is chosen for the fewest computed tokens.
+
+    Args:
+        shares: False: there is no first part.
+        window: most columns if there is padding between the parts, which shortens a sliding window.
+
+    Returns:
+        Token ids (B, P) int64; the mask (B, P) bool of those that are not padding; columns of the first part.
+    """
+    lengths = torch.tensor([len(row) for row in rows])
+    flat, ids = Segments(lengths), torch.cat([torch.as_tensor(row, dtype=torch.int64) for row in rows])
+    cost, width, cuts = len(rows) * int(lengths.max()), 0, torch.zeros_like(lengths)
+    padded = flat.padded(ids, -1)
+    common = ((padded[1:] == padded[:-1]) & (padded[1:] >= 0)).long().cumprod(1).sum(1)
+    # with the row before; every row goes on with a token of its own
+    common = functional.pad(common, (1, 0)).minimum(lengths - 1).minimum(lengths.roll(1) - 1)
+    for least in common[common > 0].unique().tolist() if shares else ():
+        is_new = common < least
+        runs = Segments.of_index(is_new.cumsum(0) - 1, int(is_new.sum()))
+        shared = -runs.max(-torch.where(is_new, lengths - 1, common)).long()
+        most = int(shared[runs.lengths > 1].max())
+        first = runs.spread(shared.clamp(max=most))
+        rest = int((lengths - first).max())
+        found = len(runs) * most + len(rows) * rest
+        if found < cost and (rest == 1 or most + rest <= window):
+            cost, width, cuts = found, most, first
+    in_first = flat.places < flat.spread(cuts)
+    size = width + int((lengths - cuts).max())
+    columns = flat.places + torch.where(in_first, width - flat.spread(cuts), size - flat.spread(lengths))
+    token_ids = torch.full((len(rows), size), pad_id)
+    mask = torch.zeros_like(token_ids, dtype=torch.bool)
+    token_ids[flat.index, columns], mask[flat.index, columns] = ids, True
+    return token_ids, mask, width
 
 
 class RecordingSampler(LogitsProcessor):  # type: ignore[misc]  # transformers is untyped

@@ -74,7 +74,7 @@ def tokens_read(module: PolicyModule, inputs: ModelInputs) -> tuple[list[int], t
 @pytest.mark.parametrize("kind", ["qwen2", "mistral"])
 @pytest.mark.parametrize(
     ("siblings", "blocks"),
-    [((4, 4, 4), 3), ((4, 4, 2), 5), ((4, 4, 3), None), ((1, 1, 1), None), ((5,), 1)],
+    [((4, 4, 4), 3), ((4, 4, 2), 3), ((4, 4, 3), 3), ((2, 1, 3), 3), ((1, 1, 1), None), ((5,), 1)],
     ids=str,
 )
 def test_log_probs_and_gradient_are_those_of_whole_rows(kind: str, siblings, blocks) -> None:
@@ -136,6 +136,28 @@ def test_the_probe_leaves_the_mode_alone() -> None:
     model = a_model("qwen2").train()
     can_share_prefix(model)
     assert model.training
+
+
+@pytest.mark.parametrize("kind", ["qwen2", "mistral"])
+def test_a_second_turn_shares_the_prompt_of_its_group(kind: str) -> None:
+    """Groups of different sizes, rows of different lengths, and one that stands alone."""
+    inputs = inputs_of(3, 1, 4)
+    prompts = [ids.tolist() for ids in inputs.token_ids.split(inputs.lengths.tolist())]
+    tokenizer = build_tokenizer(RECIPE)
+    for window, most in ((1000, 3 * PROMPT + 8 * HORIZON), (4, 8 * (PROMPT + HORIZON))):
+        model = a_model(kind)
+        model.config.sliding_window = window
+        engine = HFRollout(model, tokenizer, "cpu")
+        counts: list[int] = []
+        embedding = engine._model.get_input_embeddings()
+        embedding.register_forward_hook(lambda _m, x, _out, c=counts: c.append(x[0].numel()))
+        requests = [Request(ids, turn_seed(1, 0, one)) for one, ids in enumerate(prompts)]
+        together = engine.sample(requests, Sampling(4))
+        assert sum(counts) <= most + 8 * 3
+        for request, turn in zip(requests, together, strict=True):
+            alone = engine.sample([request], Sampling(4))[0]
+            assert torch.equal(turn.token_ids, alone.token_ids)
+            torch.testing.assert_close(turn.log_probs, alone.log_probs, rtol=1e-5, atol=1e-6)
 
 
 def test_rollouts_run_a_prompt_once(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -123,7 +123,7 @@ def test_branches_of_an_episode_are_separate_sequences(
     monkeypatch.setattr(layout, "packed_width", lambda _hidden: width)
     model = a_model(kind)
     sequences, scored = episodes()
-    [_], ours, our_grads = answers(policy_of(model, how), together(sequences, scored))
+    _, ours, our_grads = answers(policy_of(model, how), together(sequences, scored))
     model.zero_grad()
     wanted = []
     for ids, marks in zip(sequences, scored, strict=True):

@@ -62,6 +62,7 @@ def batch_of(lengths: torch.Tensor) -> TokenBatch:
         rollout_log_probs=torch.full((count,), -7.6),
         versions=torch.zeros(count, dtype=torch.int64),
         turns=torch.zeros(count, dtype=torch.int64),
+        rewards=torch.zeros(count),
         old_log_probs=torch.full((count,), -7.6),
         advantages=advantages.repeat_interleave(lengths),
     )

@@ -214,10 +214,10 @@ class TokenBatch:
     rollout_log_probs: Tensor  # (M,) float32
     versions: Tensor  # (M,) int64
     turns: Tensor  # (M,) int64
+    rewards: Tensor  # (M,) float32: of the environment, 0.0 if it gives none; in training with the score
     kept: TokenLists | None = None
     most_likely: TokenLists | None = None
     experts: Tensor | None = None  # (N, layers, k) int16: those that computed a token; −1: not reported
-    rewards: Tensor | None = None  # (M,) float32: token-level rewards
     baseline_scores: Tensor | None = None  # (E,) of the greedy response; ReMax
     old_log_probs: Tensor | None = None  # (M,) π_old; in bypass mode π_rollout
     ref_log_probs: Tensor | None = None  # (M,) π_ref
@@ -244,7 +244,7 @@ class TokenBatch:
             found = [getattr(sequence, name) for sequence in sequences]
             return TokenLists.joined(found) if found and found[0] is not None else None
 
-        rewards = experts = None
+        experts = None
         shapes = {sequence.experts.shape[1:] for sequence in sequences if sequence.experts is not None}
         if shapes:
             [shape] = shapes
@@ -252,9 +252,7 @@ class TokenBatch:
             experts = torch.cat(
                 [none.expand(len(s.token_ids), *shape) if s.experts is None else s.experts for s in sequences]
             )
-        if any(sequence.rewards is not None for sequence in sequences):
-            given = [torch.zeros(len(s.log_probs)) if s.rewards is None else s.rewards for s in sequences]
-            rewards = torch.cat(given)
+        rewards = [torch.zeros(len(s.log_probs)) if s.rewards is None else s.rewards for s in sequences]
         owners = [place for place, episode in enumerate(episodes) for _ in episode.sequences]
         batch = cls(
             token_ids=joined("token_ids", torch.int64),
@@ -269,8 +267,8 @@ class TokenBatch:
             turns=joined("turns", torch.int64),
             kept=lists("kept"),
             most_likely=lists("most_likely"),
+            rewards=torch.cat([torch.empty(0), *rewards]),
             experts=experts,
-            rewards=rewards,
         )
         return batch.to(device)
 

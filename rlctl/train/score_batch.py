@@ -49,10 +49,10 @@ def train_batch(spec: RunSpec, ranks: Ranks, graded: Graded, policy_version: int
         factors = torch.where(is_older, (1 + limit) / (1 + ages), 1.0)[chosen].to(batch.prompt_weights)
         batch = replace(batch, prompt_weights=batch.prompt_weights * factors)
     baseline = None if graded.baseline is None else graded.baseline.scores[chosen].to(ranks.device)
-    rewards = _at_last_token(graded.rewards.scores[chosen].to(ranks.device), batch.units.episode)
+    scores = graded.rewards.scores[chosen].to(ranks.device)
     batch = replace(
         batch,
-        rewards=rewards if batch.rewards is None else rewards + batch.rewards,
+        rewards=batch.rewards + _at_last_token(scores, batch.units.episode),
         baseline_scores=baseline,
         age=policy_version - batch.versions,
     )
@@ -183,7 +183,6 @@ def with_penalties(
         RunFailure: the estimator returns a wrong shape or NaN.
     """
     teacher, rewards = algorithm.teacher, batch.rewards
-    assert rewards is not None
     metrics: dict[str, float] = {}
     if batch.teacher_log_probs is not None:
         kl, found = _kl_per_token(batch, algorithm, "k1", batch.teacher_log_probs, ranks)
@@ -260,7 +259,6 @@ def _whole_batch(batch: TokenBatch, ranks: Ranks) -> tuple[TokenBatch, Tensor]:
 def estimated(batch: TokenBatch, algorithm: AlgorithmSpec) -> Estimate:
     """Advantages (M,) by `algorithm.adv_estimator`, from a whole batch; raises as `with_advantages`."""
     part = ADVANTAGE_ESTIMATORS.part(algorithm.adv_estimator)
-    assert batch.rewards is not None
     inputs = AdvantageInputs(
         token_rewards=batch.rewards,
         units=batch.units,

@@ -287,7 +287,6 @@ def token_sums(batch: TokenBatch) -> Sums:
     With routing replay also `live_routed`, the number of tokens whose experts the engine did not report; the
     last one of a sequence, which is not read, does not count.
     """
-    assert batch.rewards is not None
     assert batch.advantages is not None
     sums = moments("reward", batch.units.episode.sum(batch.rewards)) | moments("advantage", batch.advantages)
     if batch.values is not None and batch.returns is not None:

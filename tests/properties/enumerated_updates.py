@@ -136,6 +136,7 @@ def batch_of(rows: list[int], group_ids: Tensor | None = None) -> TokenBatch:
         rollout_log_probs=zeros,
         versions=zeros.long(),
         turns=zeros.long(),
+        rewards=zeros,
         old_log_probs=zeros,
         advantages=zeros,
     )

@@ -202,6 +202,7 @@ def columns(
         rollout_log_probs=torch.full((total,), -1.0),
         versions=recorded,
         turns=torch.zeros(total, dtype=torch.int64),
+        rewards=torch.zeros(total),
         age=age - recorded,
     )
     return batch, torch.full((total,), -1.0) + torch.tensor(gaps)

@@ -61,6 +61,7 @@ def of_sequences(sizes: list[list[int]]) -> TokenBatch:
         rollout_log_probs=zeros.float(),
         versions=zeros,
         turns=zeros,
+        rewards=zeros.float(),
     )
 
 

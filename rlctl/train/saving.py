@@ -87,7 +87,7 @@ class Saver:
         run, trainer = self._run, self._run.spec.trainer
         improves = validation_score(metrics) is not None and self._best_step() == step
         waited = self._every is not None and time.monotonic() - self._saved_at >= self._every
-        mine = [run.stop.signal_number is not None, run.ranks.is_main and waited, improves]
+        mine = [run.stop.signal_number > 0, run.ranks.is_main and waited, improves]
         stop, late, better = (value > 0 for value in run.ranks.sum([float(value) for value in mine]))
         stop = stop or bool(run.stopped_because)
         saves = is_due(step, trainer.save_freq) or better or (late and is_sync_due(run, step))

@@ -95,11 +95,12 @@ def score_batch(run: Run, batch: TokenBatch, timer: StepTimer) -> TokenBatch:
     spec = run.spec
     batch = _with_policy(run, batch, timer)
     unrouted = replace(batch, experts=None)  # other models choose their experts
+    own = spec.actor.ppo_micro_batch_size_per_gpu, spec.pass_tokens
+    of_critic = spec.critic_micro_batch_size, spec.critic_max_token_len
 
-    def scored(phase: str, model: Callable[[ModelInputs], Tensor], failure: RunFailure) -> Tensor:
-        sizes = spec.actor.ppo_micro_batch_size_per_gpu, spec.pass_tokens
-        if phase == "values":
-            sizes = spec.critic_micro_batch_size, spec.critic_max_token_len
+    def scored(
+        phase: str, model: Callable[[ModelInputs], Tensor], sizes: tuple[int, int | None], failure: RunFailure
+    ) -> Tensor:
         with timer(phase):
             found = in_passes(model, unrouted, *sizes, run.data_ranks)
         if not found.isfinite().all():
@@ -108,7 +109,7 @@ def score_batch(run: Run, batch: TokenBatch, timer: StepTimer) -> TokenBatch:
 
     if run.ref is not None:
         failure = RunFailure("the reference policy gives NaN or infinite log-probs", where="ref.path")
-        batch = replace(batch, ref_log_probs=scored("ref", run.ref.log_probs, failure))
+        batch = replace(batch, ref_log_probs=scored("ref", run.ref.log_probs, own, failure))
     if run.teacher is not None:
         failure = RunFailure("the teacher gives NaN or infinite log-probs", where="algorithm.teacher.path")
         score, count = run.teacher.log_probs, 0
@@ -116,11 +117,11 @@ def score_batch(run: Run, batch: TokenBatch, timer: StepTimer) -> TokenBatch:
             vocabulary = len(run.tokenizer)
             count = min(spec.algorithm.teacher.top_k, vocabulary)
             score = partial(run.teacher.top_k, count=count, vocabulary=vocabulary)
-        batch = _with_teacher(batch, scored("teacher", score, failure), count)
+        batch = _with_teacher(batch, scored("teacher", score, own, failure), count)
     if run.critic is not None:
         fix = "lower critic.lr, and resume from an earlier checkpoint"
         failure = RunFailure("the critic's values are NaN or infinite", fix=fix)
-        batch = replace(batch, values=scored("values", run.critic.values, failure))
+        batch = replace(batch, values=scored("values", run.critic.values, of_critic, failure))
     return batch
 
 

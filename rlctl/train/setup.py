@@ -178,7 +178,7 @@ def _tracker(run: Run, watchdog: Watchdog) -> Tracker:
         run.spec.model_dump(mode="json"),
         run.total_steps,
         run.start_step,
-        is_stopping=lambda: stop.signal_number is not None,
+        is_stopping=lambda: stop.signal_number > 0,
     )
     tracker = build_tracker(trainer.logger, inputs)
     tracker.add(watchdog)

@@ -192,13 +192,11 @@ def run_rank(
                 with contextlib.ExitStack() as stack:
                     run = build(spec, Path(run_dir), ranks, stop, startup, watchdog, stack, resume=is_resumed)
                     run.callbacks.extend(callbacks if ranks.is_main else ())
-                    if trains and not ranks.max(
-                        float(stop.signal_number or 0)
-                    ):  # else: a signal during the start
+                    if trains and not ranks.max(float(stop.signal_number)):  # else: a signal during the start
                         train(run)
                         if ranks.is_main:
                             write_summary(run)
-                    stopped_by = int(ranks.max(float(stop.signal_number or 0)))  # maybe of another rank
+                    stopped_by = int(ranks.max(float(stop.signal_number)))  # maybe of another rank
                 leave_ranks()
             if stopped_by:
                 return 128 + stopped_by

@@ -208,7 +208,6 @@ def restore(run: Run) -> list[str]:
         run.kl = replace(run.kl, kl_coef=state.kl_coef)
     if run.draws is not None:
         run.draws = PromptDraws.load(path / _DRAWS)
-    run.history = past_metrics(run.run_dir)
     return [*notes, f"resuming after step {state.step}"]
 
 

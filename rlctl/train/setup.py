@@ -28,7 +28,7 @@ from rlctl.track.tracker import Tracker, build_tracker
 from rlctl.train.models import build_models
 from rlctl.train.preflight import check_rows, num_batches
 from rlctl.train.run import Run, is_sync_due
-from rlctl.train.saving import restore
+from rlctl.train.saving import past_metrics, restore
 from rlctl.train.score_batch import kl_controller
 from rlctl.train.stop import StopRequest, Watchdog
 from rlctl.train.stream import PromptDraws, RolloutStream, places_of, sample_groups
@@ -99,6 +99,7 @@ def build(
     stack.callback(run.reward.close)
     startup.stop()  # the live display follows
     run.tracker = stack.enter_context(_tracker(run, watchdog))
+    run.history = past_metrics(run_dir) if resume else []  # without steps that the tracker has removed
     if run.rollout_writer:
         stack.callback(run.rollout_writer.flush)
     notes += [*changes, *network_notes()]

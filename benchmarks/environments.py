@@ -1,6 +1,7 @@
 """Compares steps per hour and reward of training in an environment with TRL's `environment_factory`.
 
     python -m benchmarks.environments [--trl-python PYTHON] [--json FILE] [--rounds 3] [--steps 12]
+    python -m benchmarks.environments --llm [--trl-python PYTHON] [--json FILE] [--rounds 1] [--steps 2]
 
 Both sides train the same small model with the same class (`benchmarks/doubler.py`): 16 prompts × 8 episodes
 of at most two turns, a call of the tool and a reply. They have the same chat template (Qwen2.5's, with
@@ -10,6 +11,8 @@ without a KL penalty). The model is built here: it was taught the format, and so
 Every side runs in a process of its own; sides alternate, TRL first. A step's time is the time between the
 ends of two steps. The ratio of each round is TRL's median step over rlctl's; the reward is the mean over the
 second half of the steps, with a 95 % interval of the difference over rounds, each of which has another seed.
+
+`--llm`: SmolLM2-135M-Instruct with the calculator and the questions of `examples/`, 2 prompts × 8 episodes.
 """
 
 from __future__ import annotations
@@ -18,6 +21,7 @@ import argparse
 import importlib.util
 import json
 import os
+import shutil
 import statistics
 import subprocess
 import sys
@@ -28,10 +32,11 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).parent.parent))
 from benchmarks.doubler import Doubler
 from benchmarks.intervals import mean_interval
-from benchmarks.step import Clock, run_rlctl
+from benchmarks.step import Clock, last_number, run_rlctl
+from examples.calculator import Calculator
 
-PROMPTS, SAMPLES, TURN_TOKENS, WARM_UP = 16, 8, 40, 2
-LEARNING_RATE, HIGHEST = 5e-4, 9
+HERE = Path(__file__).resolve().parent
+PROMPTS, SAMPLES, TURN_TOKENS, WARM_UP, HIGHEST = 16, 8, 40, 2, 9
 #: Share of the calls that the model gets right, token by token, when its first training ends.
 TAUGHT = 0.4
 EPISODE_TOKENS = 3 * TURN_TOKENS  # of TRL's completion: two turns and the tool's output
@@ -113,18 +118,18 @@ def run_ours(job: dict[str, Any], steps: int, seed: int) -> dict[str, Any]:
         [
             f"model.path={job['model']}",
             f"data.train_files={job['rows']}",
-            f"data.train_batch_size={PROMPTS}",
+            f"data.train_batch_size={job['prompts']}",
             "data.max_prompt_length=512",
             f"data.max_response_length={TURN_TOKENS}",
             f"rollout.n={SAMPLES}",
-            f"environment.name={Path(__file__).with_name('doubler.py')}:Doubler",
+            f"environment.name={job['class']}",
             "environment.max_turns=2",
             "environment.context_length=768",
-            "reward.terms=[]",
+            f"reward.name={HERE / 'step.py'}:last_number" if job["is_llm"] else "reward.terms=[]",
             "algorithm.adv_estimator=grpo",
-            f"actor.ppo_mini_batch_size={PROMPTS}",
-            f"actor.ppo_micro_batch_size_per_gpu={PROMPTS * SAMPLES}",
-            f"actor.lr={LEARNING_RATE}",
+            f"actor.ppo_mini_batch_size={job['prompts']}",
+            f"actor.ppo_micro_batch_size_per_gpu={job['prompts'] * SAMPLES}",
+            f"actor.lr={job['lr']}",
             "actor.lr_scheduler_type=constant",
             "actor.lr_warmup_steps=0",
             "engine.dtype=fp32",
@@ -145,6 +150,11 @@ def run_trl(job: dict[str, Any], steps: int, seed: int) -> dict[str, Any]:
 
     clock = Clock(WARM_UP)
 
+    def is_right(completions: list[Any], answer: list[str], **_: Any) -> list[float]:
+        return [
+            last_number(one[-1]["content"], truth) for one, truth in zip(completions, answer, strict=True)
+        ]
+
     class Timer(TrainerCallback):
         def on_train_begin(self, *_: Any, **__: Any) -> None:
             clock.times.clear()
@@ -159,14 +169,14 @@ def run_trl(job: dict[str, Any], steps: int, seed: int) -> dict[str, Any]:
             use_cpu=True,
             bf16=False,
             gradient_checkpointing=False,
-            per_device_train_batch_size=PROMPTS * SAMPLES,
+            per_device_train_batch_size=job["prompts"] * SAMPLES,
             gradient_accumulation_steps=1,
             num_generations=SAMPLES,
             max_completion_length=EPISODE_TOKENS,
             max_tool_calling_iterations=1,
             temperature=1.0,
             beta=0.0,
-            learning_rate=LEARNING_RATE,
+            learning_rate=job["lr"],
             lr_scheduler_type="constant",
             max_steps=steps + WARM_UP,
             logging_steps=1,
@@ -178,11 +188,12 @@ def run_trl(job: dict[str, Any], steps: int, seed: int) -> dict[str, Any]:
         )
         trainer = GRPOTrainer(
             model=job["model"],
+            reward_funcs=is_right if job["is_llm"] else None,
             args=config,
             train_dataset=Dataset.from_list(job["tasks"]),
             processing_class=AutoTokenizer.from_pretrained(job["model"]),
             callbacks=[Timer()],
-            environment_factory=Doubler,
+            environment_factory=Calculator if job["is_llm"] else Doubler,
         )
         trainer.train()
     rows = [row for row in trainer.state.log_history if "reward" in row]
@@ -194,29 +205,54 @@ def run_trl(job: dict[str, Any], steps: int, seed: int) -> dict[str, Any]:
     }
 
 
-def describe(where: Path, trl: str) -> Path:
+def describe(where: Path, trl: str, *, is_llm: bool) -> Path:
     """Writes the model and the tasks; the chat template is the file of TRL's package."""
     from rlctl.data.schema import Message, Row, write_rows
 
     code = "import trl, pathlib; print(pathlib.Path(trl.__file__).parent / 'chat_templates/qwen2_5.jinja')"
-    template = subprocess.run([trl, "-c", code], capture_output=True, text=True, check=True).stdout.strip()
-    build_model(where / "model", Path(template).read_text("utf-8"))
-    numbers = 8 * list(range(1, HIGHEST + 1))
-    tasks = [{"prompt": conversation(n, is_whole=False), "number": n} for n in numbers]
-    rows = [
-        Row("doubler", (Message("user", task["prompt"][0]["content"]),), str(2 * n), ability="tools", index=n,
-            question=task["prompt"][0]["content"], extra={"number": n})
-        for n, task in zip(numbers, tasks, strict=True)
-    ]  # fmt: skip
+    found = subprocess.run([trl, "-c", code], capture_output=True, text=True, check=True).stdout.strip()
+    template, model = Path(found).read_text("utf-8"), where / "model"
+    if is_llm:
+        from transformers import AutoTokenizer
+
+        from examples.calculator_questions import rows as questions
+        from rlctl.model_files import model_directory
+
+        shutil.copytree(model_directory("smollm2-135m"), model)
+        tokenizer = AutoTokenizer.from_pretrained(model)
+        tokenizer.chat_template = template
+        tokenizer.save_pretrained(model)
+        rows = questions()
+        prompts = [[{"role": one.role, "content": one.content} for one in row.prompt] for row in rows]
+        tasks = [{"prompt": p, "answer": row.ground_truth} for p, row in zip(prompts, rows, strict=True)]
+    else:
+        build_model(model, template)
+        numbers = 8 * list(range(1, HIGHEST + 1))
+        tasks = [{"prompt": conversation(n, is_whole=False), "number": n} for n in numbers]
+        rows = []
+        for n, task in zip(numbers, tasks, strict=True):
+            question = task["prompt"][0]["content"]
+            given = {"ability": "tools", "index": n, "question": question, "extra": {"number": n}}
+            rows.append(Row("doubler", (Message("user", question),), str(2 * n), **given))
     write_rows(where / "train.parquet", "train", rows)
-    job = {"model": str(where / "model"), "rows": str(where / "train.parquet"), "tasks": tasks}
+    job = {
+        "is_llm": is_llm,
+        "model": str(model),
+        "rows": str(where / "train.parquet"),
+        "tasks": tasks,
+        "prompts": 2 if is_llm else PROMPTS,
+        "lr": 1e-5 if is_llm else 5e-4,
+        "class": str(
+            HERE.parent / "examples/calculator.py:Calculator" if is_llm else HERE / "doubler.py:Doubler"
+        ),
+    }
     (where / "job.json").write_text(json.dumps(job))
     return where / "job.json"
 
 
-def in_a_process(python: str, side: str, job: Path, steps: int, seed: int) -> dict[str, Any]:
+def in_a_process(python: str, side: str, job: Path, steps: int, seed: int, threads: int) -> dict[str, Any]:
     environment = os.environ | {
-        "OMP_NUM_THREADS": "1",
+        "OMP_NUM_THREADS": str(threads),
         "HF_HUB_OFFLINE": "1",
         "TRL_EXPERIMENTAL_SILENCE": "1",
     }
@@ -231,13 +267,13 @@ def in_a_process(python: str, side: str, job: Path, steps: int, seed: int) -> di
     return found
 
 
-def compare(trl: str, rounds: int, steps: int) -> dict[str, Any]:
+def compare(trl: str, rounds: int, steps: int, *, is_llm: bool, threads: int) -> dict[str, Any]:
     found: dict[str, Any] = {"trl": [], "rlctl": []}
     with tempfile.TemporaryDirectory() as where:
-        job = describe(Path(where), trl)
+        job = describe(Path(where), trl, is_llm=is_llm)
         for seed in range(1, rounds + 1):
             for side, python in (("trl", trl), ("rlctl", sys.executable)):
-                one = in_a_process(python, side, job, steps, seed)
+                one = in_a_process(python, side, job, steps, seed, threads)
                 found[side].append(one)
                 late = statistics.fmean(one["rewards"][-(steps // 2) :])
                 print(
@@ -265,6 +301,8 @@ def main() -> None:
     parser.add_argument("--json", type=Path, help="write the figures to this file")
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--steps", type=int, default=12, help="timed steps per round")
+    parser.add_argument("--threads", type=int, default=1)
+    parser.add_argument("--llm", action="store_true", help="SmolLM2-135M with a calculator")
     parser.add_argument("--side", help=argparse.SUPPRESS)
     parser.add_argument("--job", type=Path, help=argparse.SUPPRESS)
     parser.add_argument("--seed", type=int, default=1, help=argparse.SUPPRESS)
@@ -278,7 +316,7 @@ def main() -> None:
             raise SystemExit(
                 "TRL is not here: pip install trl==1.16.0, or --trl-python of an environment that has it"
             )
-        found = compare(trl, given.rounds, given.steps)
+        found = compare(trl, given.rounds, given.steps, is_llm=given.llm, threads=given.threads)
     if given.json:
         given.json.write_text(json.dumps(found, indent=2) + "\n")
 

@@ -6,7 +6,9 @@
 
 Both sides train the embedded model on its task from the same directory: 128 prompts × 8 responses, with the
 length limit of the embedded preset, float32 on the CPU, the same attention code and number of threads, exact
-match as reward, one optimizer step per batch (and, for comparison, rlctl's default of two). TRL runs without
+match as reward, a constant learning rate without warm-up, one optimizer step per batch (and, for comparison,
+rlctl's default of two). Each round has another seed. The difference of the rewards is that of the mean over
+the second half of the steps, with a 95 % interval over rounds. TRL runs without
 gradient checkpointing, TensorBoard and saving, which are its defaults for large models; rlctl's step includes
 its metrics file and rollout files.
 
@@ -238,15 +240,16 @@ def describe_job(where: Path, is_llm: bool, *, is_learning: bool = False, seed: 
     from rlctl.spec.load import load_spec
     from rlctl.tiny.embedded import ensure_embedded
 
-    overrides: list[str] = []
+    overrides = ["actor.lr_scheduler_type=constant", "actor.lr_warmup_steps=0", f"trainer.seed={seed}"]
     if is_llm:
         from examples import sums
         from rlctl.data.schema import write_rows
 
         write_rows(where / "train.parquet", "train", sums.rows(sums.split()[0]))
-        preset, overrides = "smollm2-135m-sums", [f"data.train_files={where / 'train.parquet'}"]
+        preset = "smollm2-135m-sums"
+        overrides.append(f"data.train_files={where / 'train.parquet'}")
         prompts, micro_batch, warm_up = 8 if is_learning else 16, 32, 1
-        overrides += [f"data.train_batch_size={prompts}", f"trainer.seed={seed}"]
+        overrides.append(f"data.train_batch_size={prompts}")
         overrides += ["actor.lr=2e-5", f"reward.name={__file__}:last_number"] if is_learning else []
     else:
         preset, prompts, micro_batch, warm_up = "rloo-seq-is", 128, 128 * SAMPLES, 3
@@ -296,8 +299,8 @@ def compare(options: argparse.Namespace) -> dict[str, Any]:
     rounds: dict[str, list[dict[str, Any]]] = {side: [] for side in sides}
     with tempfile.TemporaryDirectory() as where:
         for number in range(options.rounds):
-            is_llm, seed = options.llm or options.learning, number + 1 if options.learning else 1
-            job = describe_job(Path(where), is_llm, is_learning=options.learning, seed=seed)
+            is_llm = options.llm or options.learning
+            job = describe_job(Path(where), is_llm, is_learning=options.learning, seed=number + 1)
             for side in sides:
                 python = trl if side.startswith("trl") else sys.executable
                 arguments = ["--side", side, "--job", str(job), "--steps", str(options.steps)]
@@ -337,21 +340,33 @@ def show(report: dict[str, Any]) -> None:
         for rewards in x.get("rewards", []):
             print(f"{side}, reward of each step: {' '.join(f'{reward:.2f}' for reward in rewards)}")
     for side, ratios in report.get("ratio", {}).items():
-        print(f"{side} against trl: " + ", ".join(f"{key} × {value:.2f}" for key, value in ratios.items()))
+        *times, (_, difference) = ratios.items()
+        print(f"{side} against trl: " + ", ".join(f"{key} × {value:.2f}" for key, value in times))
+        print("  reward − TRL's (95 % interval): " + " ".join(f"{value:+.3f}" for value in difference))
     for side, x in report.items():
         if "phases" in x:
             parts = sorted(x["phases"].items(), key=lambda part: -part[1])
             print(f"{side}, ms: " + ", ".join(f"{phase} {seconds * 1e3:.1f}" for phase, seconds in parts))
 
 
-def ratios(report: dict[str, Any]) -> dict[str, dict[str, float]]:
-    """Ratios of rlctl to TRL: speed (higher is better) and memory (lower is better)."""
+def reward_difference(ours: list[list[float]], theirs: list[list[float]]) -> list[float]:
+    """Of the mean rewards of the second half of the steps: mean over rounds, lower and upper end."""
+    from benchmarks.intervals import mean_interval
+
+    pairs = zip(ours, theirs, strict=True)
+    found = [statistics.fmean(a[len(a) // 2 :]) - statistics.fmean(b[len(b) // 2 :]) for a, b in pairs]
+    return list(mean_interval(found)) if len(found) > 1 else found
+
+
+def ratios(report: dict[str, Any]) -> dict[str, dict[str, Any]]:
+    """Ratios of rlctl to TRL: speed (higher is better) and memory (lower is better); rewards."""
     trl = report["trl"]
     return {
         side: {
             "speed": trl["wall"] / report[side]["wall"],
             "speed by CPU seconds": trl["cpu"] / report[side]["cpu"],
             "peak memory": report[side]["peak_mib"] / trl["peak_mib"],
+            "reward difference": reward_difference(report[side]["rewards"], trl["rewards"]),
         }
         for side in report
         if not side.startswith("trl")

@@ -11,15 +11,14 @@ _OPERATORS = {ast.Add: operator.add, ast.Sub: operator.sub, ast.Mult: operator.m
 class Calculator:
     """Answers sums, differences and products."""
 
-    def reset(self) -> str:
-        """Tells the policy of the tool."""
-        return " Use the tool, then answer with the number only."
+    def reset(self) -> None:
+        """Nothing to prepare: the prompt says it all."""
 
     def calculate(self, expression: str) -> str:
         """Computes an expression.
 
         Args:
-            expression: Numbers with +, - and *, such as 12+30.
+            expression: Numbers with +, - and *, such as 12 + 30.
         """
         return str(_value(ast.parse(expression.strip(), mode="eval").body))
 

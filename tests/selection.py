@@ -28,9 +28,13 @@ KINDS: dict[str, dict[str, tuple[str, ...]]] = {
         ),
         "faults/test_stop_signals.py": ("test_within_an_import_the_process_ends_at_once",),
         "integration/test_guardrails.py": ("test_what_was_done_is_logged_and_summed_up",),
+        "integration/test_resume_on_other_ranks.py": (),
     },
     "several nodes: torchrun, DeepSpeed over ssh, Slurm, Ray, Kubernetes": {
         "integration/test_nodes.py": ("test_torchrun", "test_a_run_directory_must_be_named"),
+        "unit/engine/test_launch.py": (
+            "test_a_rank_that_is_still_starting_when_its_launcher_is_killed_does_not_begin",
+        ),
         "integration/test_cluster_examples.py": ("test_every_example_is_tried",),
         "unit/rollout/test_ray_servers.py": ("test_ray_is_taken_where_it_is_named",),
         "unit/rollout/test_servers_on_nodes.py": (),
@@ -48,6 +52,7 @@ KINDS: dict[str, dict[str, tuple[str, ...]]] = {
     },
     "rollout engines: vLLM in process and as servers, planted gaps": {
         "integration/test_vllm_training.py": ("test_a_server_gets_weights_by_broadcast",),
+        "integration/test_in_flight_vllm.py": (),
         "unit/mismatch/test_planted_causes.py": (
             "test_a_healthy_pair_is_left_alone",
             "test_wrong_temperature",
@@ -75,6 +80,12 @@ KINDS: dict[str, dict[str, tuple[str, ...]]] = {
         "unit/mismatch/test_run.py": ("test_the_embedded_model_agrees_with_itself",),
         "unit/rollout/test_vllm_rollout.py": ("test_log_probs_are_those_of_the_distribution_sampled_from",),
         "unit/rollout/test_tensor_parallel.py": (),
+        "unit/rollout/test_weight_broadcast.py": (
+            "test_every_server_gets_every_weight_and_nothing_is_written",
+            "test_chunks_hold_one_dtype_and_copies",
+            "test_servers_are_started_for_the_transfer",
+            "test_servers_that_run_already_decide_unless_it_is_asked_for",
+        ),
         "unit/rollout/test_vllm_server_adapters.py": (
             "test_the_base_goes_once_and_each_adapter_replaces_the_last",
         ),
@@ -95,6 +106,22 @@ KINDS: dict[str, dict[str, tuple[str, ...]]] = {
         ),
         "unit/engine/test_lora.py": ("test_a_fresh_adapter_changes_nothing",),
         "unit/engine/test_critic.py": ("test_values_and_gradient_by_definition",),
+        "unit/train/test_devices.py": ("test_devices_are_told_apart", "test_advantages_and_metrics"),
+        "unit/train/test_update_invariance.py": (
+            "test_the_case_does_something",
+            "test_same_result_however_cut",
+        ),
+        "integration/test_train_cli.py": (
+            "test_run_directory_is_complete",
+            "test_every_metric_has_a_definition_and_a_finite_value",
+            "test_rollout_and_trainer_agree_before_the_first_update",
+            "test_checkpoint_is_the_trained_model",
+            "test_same_seed_same_run",
+            "test_micro_batch_size_changes_nothing",
+            "test_two_ranks_are_one_run",
+            "test_validation_at_start_and_end",
+            "test_prompts_of_every_epoch_once",
+        ),
         "integration/test_model_families.py": ("test_every_family_has_its_architecture_here",),
     },
     "installation with pip, and other Python versions": {

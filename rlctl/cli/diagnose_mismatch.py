@@ -72,6 +72,8 @@ def mismatch(
 def _print(console: Console, report: MismatchReport) -> None:
     from rich.text import Text
 
+    from rlctl.text_table import print_table
+
     def line(*parts: str | tuple[str, str]) -> None:
         console.print(Text.assemble(*parts), soft_wrap=True)
 
@@ -96,6 +98,15 @@ def _print(console: Console, report: MismatchReport) -> None:
         for place, change in enumerate(cause.spec):
             line(("  or    " if place else "  try   ", "dim"), (change, "cyan"))
     console.print()
+    if not gap.agrees:
+        rows = []
+        for part in report.parts:
+            values = f"from {part.low:g}" if part.high is None else f"{part.low:g} to {part.high:g}"
+            figures = (str(part.num_tokens), f"{part.abs_mean:.2g}", f"{part.share:.0%}")
+            rows.append((f"{part.by} {values}", *figures))
+        headings = ("gap by", "tokens", "mean |r|", "share of Σ r²")
+        print_table(console, headings, rows, right=range(1, 4), wide=True)
+        console.print()
     if report.remainder:
         line((f"left: {report.remainder}", "yellow"))
     for note in report.open_questions:

@@ -17,7 +17,7 @@ from rlctl.batch import Task, TokenBatch
 from rlctl.data.prompts import Renderer
 from rlctl.data.schema import Row
 from rlctl.environment.single_turn import sample_episodes
-from rlctl.mismatch.score import EngineSample, Gap, VariantScorer
+from rlctl.mismatch.score import EngineSample, Gap, GapPart, VariantScorer
 from rlctl.mismatch.search import Explanation, Search
 from rlctl.mismatch.variants import (
     Cut,
@@ -73,6 +73,7 @@ class Examination:
     scorer: VariantScorer
     explanation: Explanation
     start: Gap  # unexplained
+    parts: tuple[GapPart, ...]  # the same by position and probability
     #: the gap of the same engine in the trainer's precision, if that explains most of the gap; else None
     same_precision: Gap | None
 
@@ -96,7 +97,8 @@ def examine(sides: Sides) -> Examination:
     if not scorer.gap(variant).agrees and sides.same_precision is not None:
         other = trial.sampled(sides.same_precision()).gap(variant)
         precise = other if other.abs_mean <= _CLOSED * scorer.gap(variant).abs_mean else None
-    return Examination(sides, scorer, explanation, scorer.gap(explanation.start), precise)
+    start, parts = scorer.gap(explanation.start), scorer.parts(explanation.start)
+    return Examination(sides, scorer, explanation, start, parts, precise)
 
 
 class _Sampler:

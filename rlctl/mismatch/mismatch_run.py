@@ -18,7 +18,7 @@ from rlctl.engine.model import load_policy
 from rlctl.errors import UsageError
 from rlctl.mismatch.causes import Cause, causes, open_questions, remainder
 from rlctl.mismatch.examine import Sides, examine
-from rlctl.mismatch.score import Gap
+from rlctl.mismatch.score import Gap, GapPart
 from rlctl.mismatch.variants import question_rows, token_ids
 from rlctl.model_files import model_directory
 from rlctl.prepare.hub import local_files
@@ -65,6 +65,7 @@ class MismatchReport:
     settings: str  # description of the requested settings
     num_sequences: int  # responses compared
     gap: Gap  # before any cause is accounted for
+    parts: tuple[GapPart, ...]  # the same by position and probability
     causes: tuple[Cause, ...]  # each explains most of what the previous ones leave
     remainder: str | None  # possible origin of the part that no cause explains; None: there is none
     open_questions: tuple[str, ...]  # open questions, and what would answer them
@@ -168,6 +169,7 @@ def run_preflight(request: MismatchRequest) -> MismatchReport:
         settings=str(found.sides.asked),
         num_sequences=len(found.scorer.sample.prompts),
         gap=found.start,
+        parts=found.parts,
         causes=tuple(causes(found)),
         remainder=remainder(found),
         open_questions=tuple(open_questions(found)),

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import copy
+import math
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
-from typing import Any
+from itertools import pairwise
+from typing import Any, Literal, cast
 
 import torch
 from torch import Tensor
@@ -71,6 +73,37 @@ def measure(trainer: Tensor, engine: Tensor, unit: Segments) -> Gap:
     )
 
 
+@dataclass(frozen=True, slots=True)
+class GapPart:
+    """The gap of the tokens at some positions of the responses, or with some probabilities."""
+
+    by: Literal["position", "probability"]  # counted from 1; the engine's probability of the token
+    low: float  # lowest value
+    high: float | None  # values are below this; None for the last part
+    num_tokens: int
+    abs_mean: float  # mean |r|, nats
+    share: float  # of Σ r² over all tokens
+
+
+def parts_of(trainer: Tensor, engine: Tensor, unit: Segments) -> tuple[GapPart, ...]:
+    """The gap by position and by probability, without empty parts; arguments as of `measure`."""
+    counted, found = (trainer - engine).isfinite(), []
+    log_ratio = (trainer - engine)[counted].double().clamp(-LOG_RATIO_CLAMP, LOG_RATIO_CLAMP)
+    position, probability = 1.0 + unit.places[counted], engine[counted].double().exp()
+    total = float(log_ratio.square().sum()) or 1.0
+    for by, values, limits in (
+        ("position", position, (1.0, 5.0, 9.0, 17.0, math.inf)),
+        ("probability", probability, (0.0, 0.1, 0.5, 0.9, math.inf)),
+    ):
+        for low, high in pairwise(limits):
+            inside = log_ratio[(values >= low) & (values < high)]
+            if len(inside):
+                sizes = float(inside.abs().mean()), float(inside.square().sum()) / total
+                end = None if high == math.inf else high
+                found.append(GapPart(cast(Any, by), low, end, len(inside), *sizes))
+    return tuple(found)
+
+
 @dataclass(frozen=True)
 class EngineSample:
     """The engine's R responses of M tokens and the log-probs it reports."""
@@ -101,8 +134,15 @@ class VariantScorer:
 
     def gap(self, variant: ScoringVariant) -> Gap:
         """The gap between engine and trainer if the trainer scores under this variant."""
+        return measure(*self._compared(variant))
+
+    def parts(self, variant: ScoringVariant) -> tuple[GapPart, ...]:
+        """The same gap by position and probability."""
+        return parts_of(*self._compared(variant))
+
+    def _compared(self, variant: ScoringVariant) -> tuple[Tensor, Tensor, Segments]:
         reported, has_one = self.sample.shifted(variant.shift)
-        return measure(self.log_probs(variant)[has_one], reported[has_one], self.sample.unit.kept(has_one))
+        return self.log_probs(variant)[has_one], reported[has_one], self.sample.unit.kept(has_one)
 
     def rounding(self, variant: ScoringVariant) -> float:
         """Mean |difference| of the trainer's log-probs in float32 to those in bfloat16, nats per token."""

@@ -7,7 +7,7 @@ import torch
 
 from rlctl.algos.segments import Segments
 from rlctl.mismatch import score
-from rlctl.mismatch.score import EngineSample, VariantScorer, measure
+from rlctl.mismatch.score import EngineSample, VariantScorer, measure, parts_of
 from rlctl.mismatch.variants import OWN, Cut, SamplingSettings, ScoringVariant
 from tests.unit.mismatch.planted import MODEL
 
@@ -28,6 +28,22 @@ def test_statistics_are_what_they_are_called() -> None:
     assert gap.ess_token == pytest.approx(float(ratio.sum() ** 2 / (16 * ratio.square().sum())), rel=1e-5)
     assert gap.ess_sequence == pytest.approx(float(rows.sum() ** 2 / (4 * rows.square().sum())), rel=1e-5)
     assert (gap.num_tokens, gap.num_nonfinite) == (16, 0)
+
+
+def test_the_gap_is_divided_by_position_and_by_probability() -> None:
+    engine = torch.tensor([0.05, 0.3, 0.95, 0.95, 0.95, 0.3, 0.3, 1.0]).log()
+    engine[7] = torch.nan
+    gap, unit = torch.tensor([0.5, -0.2, 0.0, 0.0, 0.1, 0.1, 0.1, 0.0]), Segments(torch.tensor([5, 3]))
+    found = {(part.by, part.low): part for part in parts_of(engine + gap, engine, unit)}
+    assert {key: part.num_tokens for key, part in found.items()} == {
+        ("position", 1.0): 6, ("position", 5.0): 1,
+        ("probability", 0.0): 1, ("probability", 0.1): 3, ("probability", 0.9): 3,
+    }  # fmt: skip
+    assert found["probability", 0.1].abs_mean == pytest.approx(0.4 / 3, rel=1e-5)
+    assert found["position", 5.0].share == pytest.approx(0.01 / 0.32, rel=1e-4)
+    assert found["position", 5.0].high == 9.0
+    assert found["probability", 0.9].high is None
+    assert parts_of(engine[:0], engine[:0], Segments(torch.tensor([0, 0]))) == ()
 
 
 def test_nothing_to_compare_is_no_gap() -> None:

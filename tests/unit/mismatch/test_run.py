@@ -41,6 +41,7 @@ def test_a_model_with_built_in_questions(tmp_path: Path, monkeypatch: pytest.Mon
     assert [cause["name"] for cause in document["causes"]] == ["dtype"]
     assert document["causes"][0]["spec"] == ["rollout.dtype=fp32"]
     assert document["gap"]["abs_mean"] > 1e-4
+    assert {part["by"] for part in document["parts"]} == {"position", "probability"}
     assert document["conclusion"] == "100% of the gap is explained: dtype"
 
 

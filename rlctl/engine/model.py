@@ -246,7 +246,9 @@ def export(model: Any, weights: Iterator[tuple[str, Tensor]], ranks: Ranks, dire
         generation = model.generation_config
         # transformers refuses to save some that it loads, such as a temperature without `do_sample`.
         model.generation_config = type(generation)()
+        model.should_save_on_this_rank = lambda _: True  # not only on rank 0
         model.save_pretrained(part, state_dict=own)
+        del model.should_save_on_this_rank
         model.generation_config = generation
     saved = [(path, list(safe_open(path, "pt").keys())) for path in sorted(part.glob("*.safetensors"))]
     everyones = ranks.exchange(saved)

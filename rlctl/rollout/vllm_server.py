@@ -441,7 +441,9 @@ class VLLMServerRollout(CompletionRollout):
             if answer.json().get("success", True):
                 return
             if time.monotonic() > deadline:
-                what = f"the server kept cached blocks of older weights: requests used them for {_SYNC_S:.0f} s"
+                what = (
+                    f"the server kept cached blocks of older weights: requests used them for {_SYNC_S:.0f} s"
+                )
                 raise RunFailure(what, where=url, fix="let no other client send requests to it")
             await asyncio.sleep(_RETRY_S)
 

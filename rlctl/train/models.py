@@ -97,9 +97,7 @@ def build_models(
         model, _ = load(partition=partition)
     sequence, data_ranks = share_rows(ranks, spec.engine.sequence_parallel)
 
-    def load_other(
-        path: str | None, key: str, partition: PartitionedLoading | None
-    ) -> Any:
+    def load_other(path: str | None, key: str, partition: PartitionedLoading | None) -> Any:
         """Loads another model from `path`; None: from the policy's path."""
         revision = spec.model.revision if path in {None, spec.model.path} else None
         where = path or model_path
@@ -207,7 +205,7 @@ def _training(spec: RunSpec, of: ActorSpec | CriticSpec) -> Settings:
 def _loading(spec: RunSpec) -> dict[str, Any]:
     """Loading arguments of a model."""
     # As stored: files are mapped, and no rank has a copy of its own in host memory; and the float32 copies of
-    # trained weights must not start rounded. ZeRO-3 partitions weights as they are read, in the engine's dtype.
+    # trained weights must not start rounded. ZeRO-3 partitions weights, in the engine's dtype, as it reads.
     return {
         "trust_remote_code": spec.model.trust_remote_code,
         "attn_implementation": spec.model.attn_implementation,

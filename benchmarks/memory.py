@@ -12,7 +12,7 @@ on long rows, so that activations dominate: four architectures, both precisions,
 critic, a reference.
 
 `--run` trains a spec for two steps, including sampling, and compares the peak of the whole run.
-`--loading` reads a model of 64 million parameters on two ranks, cast as it is read and as it is stored: peak of
+`--loading` reads a model of 64 million parameters on two ranks, cast as it is read, and as stored: peak of
 each rank's own memory until it is read, and bytes that both read from the disk (the system's cache is dropped
 before). Then the ranks export it: peak of each rank's own memory.
 """

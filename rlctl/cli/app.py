@@ -23,7 +23,6 @@ from rlctl.cli import environment, prepare_data, presets
 from rlctl.cli.command import PLAIN, Command, CommandWithSubcommands, Group, SpecCommand, echo
 from rlctl.cli.convert import import_config
 from rlctl.cli.diagnose import diagnose
-from rlctl.cli.diagnose_compare import compare as compare_runs
 from rlctl.cli.diagnose_mismatch import mismatch
 from rlctl.cli.doctor import doctor
 from rlctl.cli.evaluate import evaluate
@@ -51,7 +50,10 @@ _RENAMED = {
     ("init",): ["presets", "show"],
 }
 #: Command that was removed → what to do instead.
-_REMOVED = {"sweep": "start `rlctl train` for each setting in a loop (docs/how-to/runs.md, “Many runs”)"}
+_REMOVED = {
+    ("sweep",): "start `rlctl train` for each setting in a loop (docs/how-to/runs.md, “Many runs”)",
+    ("diagnose", "compare"): "`rlctl diagnose A B --format html --out FILE` draws both runs in each plot",
+}
 
 app = typer.Typer(
     name="rlctl",
@@ -68,7 +70,7 @@ app = typer.Typer(
     **PLAIN,
 )
 _EVALUATE = CommandWithSubcommands.of(compare=compare_evaluations, list=list_benchmarks)
-_DIAGNOSE = CommandWithSubcommands.of(compare=compare_runs, mismatch=mismatch)
+_DIAGNOSE = CommandWithSubcommands.of(mismatch=mismatch)
 #: Heading in the help → (name, function or app of subcommands, class).
 _COMMANDS: dict[str, list[tuple[str, Any, Any]]] = {
     "Train": [("train", train, SpecCommand), ("export", export, Command)],
@@ -167,8 +169,9 @@ def run(arguments: list[str]) -> int:
                 if tuple(arguments[: len(old)]) == old:
                     echo(f"note: `rlctl {' '.join(old)}` is now `rlctl {' '.join(new)}`", err=True)
                     arguments = [*new, *arguments[len(old) :]]
-            if removed := _REMOVED.get(arguments[0] if arguments else ""):
-                raise UsageError(f"`rlctl {arguments[0]}` no longer exists", fix=removed)
+            for old, instead in _REMOVED.items():
+                if tuple(arguments[: len(old)]) == old:
+                    raise UsageError(f"`rlctl {' '.join(old)}` no longer exists", fix=instead)
             app(args=arguments, prog_name="rlctl")
     except SystemExit as stop:
         return stop.code if isinstance(stop.code, int) else int(stop.code is not None)

@@ -30,29 +30,20 @@ from rlctl.spec.algorithm import ActorSpec, CriticSpec
 from rlctl.spec.run_spec import RunSpec
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass
 class Models:
-    """The models and engines of this rank.
+    """The models and engines of this rank."""
 
-    Attributes:
-        rollout: the rollout engine, for the training thread.
-        base: the policy without its adapters; None without LoRA.
-        sequence, data_ranks: see `share_rows`.
-        sampling_ahead: the same rollout engine, for the thread that samples during training.
-        notes: warnings for the user.
-    """
-
-    tokenizer: Any
-    rollout: LockedRollout
-    sampling_ahead: LockedRollout | InFlightRollout
+    tokenizer: Any  # Hugging Face tokenizer of the policy
+    rollout: LockedRollout  # the rollout engine, for the training thread
+    sampling_ahead: LockedRollout | InFlightRollout  # the same, for the thread that samples during training
     actor: TrainEngine
-    base: BasePolicy | None
-    ref: ReferencePolicy | None
-    teacher: Teacher | None
-    critic: CriticEngine | None
-    sequence: SequenceParallel | None
-    data_ranks: Ranks
-    notes: list[str]
+    base: BasePolicy | None  # the policy without its adapters; None without LoRA
+    ref: ReferencePolicy | None  # only if a KL penalty needs it
+    teacher: Teacher | None  # only with distillation
+    critic: CriticEngine | None  # only if the estimator needs values (`gae`)
+    data_ranks: Ranks  # sums over these count each row once, see `share_rows`
+    notes: list[str]  # warnings for the user
 
 
 def build_models(
@@ -68,8 +59,8 @@ def build_models(
     Raises:
         UsageError, EnvironmentFailure: a model cannot be loaded or does not fit the spec.
     """
-    dtype, is_cut_up = DTYPES[spec.engine.dtype], spec.engine.zero_stage == 3
-    partition = PartitionedLoading(_training(spec, spec.actor)) if is_cut_up else None
+    dtype, partitions = DTYPES[spec.engine.dtype], spec.engine.zero_stage == 3
+    partition = PartitionedLoading(_training(spec, spec.actor)) if partitions else None
     load = partial(load_policy, model_path, revision=spec.model.revision, **_loading(spec))
     engine_copies = spec.rollout_engine.starts_with_policy
     model, tokenizer = load(partition=None if engine_copies else partition)
@@ -97,8 +88,9 @@ def build_models(
         model, _ = load(partition=partition)
     sequence, data_ranks = share_rows(ranks, spec.engine.sequence_parallel)
 
-    def load_other(path: str | None, key: str, partition: PartitionedLoading | None) -> Any:
+    def load_other(path: str | None, key: str, settings: Settings) -> Any:
         """Loads another model from `path`; None: from the policy's path."""
+        partition = PartitionedLoading(settings) if partitions else None
         revision = spec.model.revision if path in {None, spec.model.path} else None
         where = path or model_path
         other = load_other_model(
@@ -108,8 +100,7 @@ def build_models(
         return other
 
     def frozen(path: str | None, key: str) -> Teacher:
-        sharing = PartitionedLoading(frozen_settings(dtype)) if is_cut_up else None
-        return _frozen(spec, load_other(path, key, sharing), ranks, sequence)
+        return _frozen(spec, load_other(path, key, frozen_settings(dtype)), ranks, sequence)
 
     ref: ReferencePolicy | None = None
     # With LoRA, the base model without adapters is the initial policy: no second copy is needed.
@@ -119,8 +110,7 @@ def build_models(
     critic = None
     if spec.trains_critic:
         critics = _training(spec, spec.critic)
-        own = PartitionedLoading(critics) if is_cut_up else None
-        critic_model = load_other(spec.critic.path, "critic.path", own)
+        critic_model = load_other(spec.critic.path, "critic.path", critics)
         critic = build_training_engine(spec.engine.name, TrainContext(critic_model, ranks, critics))
     if spec.model.lora_rank:
         add_lora(
@@ -144,7 +134,7 @@ def build_models(
     in_flight = spec.rollout.in_flight
     ahead = InFlightRollout(rollout) if in_flight else LockedRollout(rollout, lock, first=False)
     notes = _endless(tokenizer, end_ids(tokenizer, model.generation_config))
-    return Models(tokenizer, trainers, ahead, actor, base, ref, teacher, critic, sequence, data_ranks, notes)
+    return Models(tokenizer, trainers, ahead, actor, base, ref, teacher, critic, data_ranks, notes)
 
 
 def _teacher(

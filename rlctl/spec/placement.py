@@ -116,7 +116,9 @@ class Placement:
             words = f"{ranks} ranks × {what} × {self.width} bytes, one model at a time"
             at_once = whole if self._reads_whole else self._largest_weights
             yield MemoryPart("weights in transfer", ranks * at_once, words, (_LOADING,))
-        yield MemoryPart("export of a checkpoint", whole, "the main rank gathers all weights", (_SAVING,))
+        words = "the ranks together hold all weights"
+        words += f" ÷ {spec.trainer.nnodes} nodes" if spec.trainer.nnodes > 1 else ""
+        yield MemoryPart("export of a checkpoint", whole / spec.trainer.nnodes, words, (_SAVING,))
         if on_gpu and spec.engine.offload != "none":
             read = self.size.num_trainable or parameters
             yield from self._offloaded(parameters, adapter_parameters(spec, self.size) or read, "")
@@ -163,8 +165,14 @@ class Placement:
 
     @property
     def _reads_whole(self) -> bool:
-        """Whether every rank loads a whole model: below ZeRO-3, or because the rollout engine copies it."""
-        return self.stage < 3 or self.spec.rollout_engine.starts_with_policy
+        """Whether every rank has a whole model in its own memory: the rollout engine copies it.
+
+        Else files of weights are mapped: ranks share what they read, and the system may drop it. Experts that
+        transformers joins as it reads them are copies, unless ZeRO-3 partitions each.
+        """
+        shape = self.size.shape
+        joins = self.spec.engine.zero_stage < 3 and (shape is None or shape.has_experts)
+        return joins or self.spec.rollout_engine.starts_with_policy
 
     @property
     def _largest_weights(self) -> float:

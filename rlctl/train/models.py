@@ -61,7 +61,7 @@ def build_models(
     """
     dtype, partitions = DTYPES[spec.engine.dtype], spec.engine.zero_stage == 3
     partition = PartitionedLoading(_training(spec, spec.actor)) if partitions else None
-    load = partial(load_policy, model_path, revision=spec.model.revision, **_loading(spec, spec.actor))
+    load = partial(load_policy, model_path, revision=spec.model.revision, **_loading(spec))
     engine_copies = spec.rollout_engine.starts_with_policy
     model, tokenizer = load(partition=None if engine_copies else partition)
     _refuse_unfit(model, spec)
@@ -88,13 +88,13 @@ def build_models(
         model, _ = load(partition=partition)
     sequence, data_ranks = share_rows(ranks, spec.engine.sequence_parallel)
 
-    def load_other(path: str | None, key: str, settings: Settings, of: CriticSpec | None = None) -> Any:
+    def load_other(path: str | None, key: str, settings: Settings) -> Any:
         """Loads another model from `path`; None: from the policy's path."""
         partition = PartitionedLoading(settings) if partitions else None
         revision = spec.model.revision if path in {None, spec.model.path} else None
         where = path or model_path
         other = load_other_model(
-            where, tokenizer, key=key, revision=revision, partition=partition, **_loading(spec, of)
+            where, tokenizer, key=key, revision=revision, partition=partition, **_loading(spec)
         )
         _refuse_unfit(other, spec)
         return other
@@ -110,7 +110,7 @@ def build_models(
     critic = None
     if spec.trains_critic:
         critics = _training(spec, spec.critic)
-        critic_model = load_other(spec.critic.path, "critic.path", critics, of=spec.critic)
+        critic_model = load_other(spec.critic.path, "critic.path", critics)
         critic = build_training_engine(spec.engine.name, TrainContext(critic_model, ranks, critics))
     if spec.model.lora_rank:
         add_lora(
@@ -192,16 +192,14 @@ def _training(spec: RunSpec, of: ActorSpec | CriticSpec) -> Settings:
     )
 
 
-def _loading(spec: RunSpec, of: ActorSpec | CriticSpec | None) -> dict[str, Any]:
-    """Loading arguments of a model; `of`: section of a model that is trained."""
-    frozen = of is None or (of is spec.actor and spec.model.lora_rank)
-    # The engine keeps float32 copies of the weights that it trains, which must not start rounded. ZeRO-3
-    # partitions weights as they are read, in the engine's dtype.
-    as_stored = spec.engine.dtype == "bf16" and spec.engine.zero_stage < 3 and not frozen
+def _loading(spec: RunSpec) -> dict[str, Any]:
+    """Loading arguments of a model."""
+    # As stored: files are mapped, and no rank has a copy of its own in host memory; and the float32 copies of
+    # trained weights must not start rounded. ZeRO-3 partitions weights, in the engine's dtype, as it reads.
     return {
         "trust_remote_code": spec.model.trust_remote_code,
         "attn_implementation": spec.model.attn_implementation,
-        "dtype": "auto" if as_stored else DTYPES[spec.engine.dtype],
+        "dtype": DTYPES[spec.engine.dtype] if spec.engine.zero_stage == 3 else "auto",
         "use_liger": spec.model.use_liger,
     }
 

@@ -2,6 +2,7 @@
 
     python benchmarks/memory.py [--json FILE]
     python benchmarks/memory.py --run SPEC [key=value …]
+    python benchmarks/memory.py --loading
 
 Random models with DeepSpeed on one CPU rank; every case runs in a separate process. The measured value is the
 peak resident memory during an update after the first, minus the memory of the process before the model was
@@ -11,6 +12,9 @@ on long rows, so that activations dominate: four architectures, both precisions,
 critic, a reference.
 
 `--run` trains a spec for two steps, including sampling, and compares the peak of the whole run.
+`--loading` reads a model of 64 million parameters on two ranks, cast as it is read, and as stored: peak of
+each rank's own memory until it is read, and bytes that both read from the disk (the system's cache is dropped
+before). Then the ranks export it: peak of each rank's own memory.
 """
 
 from __future__ import annotations
@@ -22,6 +26,7 @@ import os
 import subprocess
 import sys
 import tempfile
+import threading
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -255,10 +260,94 @@ def whole_run(name: str, overrides: list[str]) -> str:
     return f"predicted {wanted:.0f} MiB, measured {found:.0f} MiB ({wanted / found:.2f})"
 
 
+def own_memory(action: Any) -> tuple[Any, float]:
+    """The result, and the MiB by which this process's own memory rises at most: without mapped files."""
+    before, peak, done = memory("RssAnon"), [0.0], threading.Event()
+
+    def watch() -> None:
+        while not done.wait(0.002):
+            peak[0] = max(peak[0], memory("RssAnon"))
+
+    watching = threading.Thread(target=watch)
+    watching.start()
+    result = action()
+    done.set()
+    watching.join()
+    return result, max(0.0, peak[0] - before)
+
+
+def loading(
+    ranks: Any, directory: str, stage: int | str, dtype: str, as_stored: bool
+) -> tuple[float, float, float]:
+    """MiB of own memory while reading, MiB from the disk, MiB of own memory while exporting."""
+    import torch
+
+    from rlctl.engine import model as engine_model
+    from rlctl.engine.deepspeed import DeepSpeedEngine, PartitionedLoading
+    from rlctl.engine.fsdp import FsdpEngine
+
+    def from_disk() -> float:
+        counts = dict(line.split(": ") for line in Path("/proc/self/io").read_text().splitlines())
+        return int(counts["read_bytes"]) / 2**20
+
+    engine_model.SHARE_BYTES = 2**20
+    kinds = {"fp32": torch.float32, "bf16": torch.bfloat16}
+    settings: Any = {"zero_stage": 3 if stage == 3 else 0, "dtype": kinds[dtype], "weight_decay": 0.0}
+    settings |= {"betas": (0.9, 0.999), "grad_clip": 1.0}
+    for file in Path(directory).glob("*.safetensors"):
+        with file.open() as opened:
+            os.fsync(opened.fileno())
+            os.posix_fadvise(opened.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
+    ranks.barrier()
+    before = from_disk()
+    partition = PartitionedLoading(settings) if stage == 3 else None
+    options: Any = {"revision": None, "trust_remote_code": False, "attn_implementation": "sdpa"}
+    options |= {"dtype": "auto" if as_stored else kinds[dtype], "partition": partition}
+    (model, _), read = own_memory(lambda: engine_model.load_policy(directory, **options))
+    build = FsdpEngine if stage == "fsdp" else DeepSpeedEngine
+    engine = build(model, ranks, temperature=1.0, **settings)
+    disk = from_disk() - before
+    _, exported = own_memory(lambda: engine.export(Path(directory) / f"export-{stage}-{dtype}-{as_stored}"))
+    return read, disk, exported
+
+
+def loadings() -> None:
+    """Prints the table of `--loading`."""
+    from rlctl.spec.model import RECIPE
+    from rlctl.tiny.model import build_tokenizer
+    from tests.processes import on_ranks_each
+
+    case = Case(layers=8, hidden=768, inner=2048, heads=8, kv_heads=4, vocab=8192)
+    print("| engine | stored → computed | read | own MiB per rank | MiB from disk, both | export: own MiB |")
+    print("|---|---|---|---|---|---|")
+    with tempfile.TemporaryDirectory() as where:
+        cases: list[tuple[object, ...]] = []
+        for stored in ("fp32", "bf16"):
+            model = build(case) if stored == "fp32" else build(case).bfloat16()
+            model.save_pretrained(f"{where}/{stored}")
+            build_tokenizer(RECIPE).save_pretrained(f"{where}/{stored}")
+            ways = [(0, False), (0, True), ("fsdp", False), ("fsdp", True), (3, False)]
+            cases += [(f"{where}/{stored}", stage, "fp32", as_stored) for stage, as_stored in ways]
+        for one in cases:
+            at, stage, dtype, as_stored = one
+            # The first case loads libraries; the engine keeps its file mapped.
+            first = (f"{where}/{'bf16' if str(at).endswith('fp32') else 'fp32'}", 0, "fp32", False)
+            results: Any = on_ranks_each(2, loading, [first, one], where=Path(where))[one]
+            read, disk, exported = zip(*results, strict=True)
+            engine = "FSDP2" if stage == "fsdp" else f"ZeRO {stage}"
+            how = "as stored" if as_stored else "cast" if stage != 3 else "partitioned"
+            print(
+                f"| {engine} | {Path(str(at)).name} → {dtype} | {how} | {max(read):.0f} | {sum(disk):.0f} "
+                f"| {max(exported):.0f} |",
+                flush=True,
+            )
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--json", type=Path, help="write the figures to this file")
     parser.add_argument("--run", nargs="+", metavar="SPEC", help="a preset, then key=value")
+    parser.add_argument("--loading", action="store_true", help="reading and exporting on two ranks")
     parser.add_argument("--case", help=argparse.SUPPRESS)
     parser.add_argument("--answer", type=Path, help=argparse.SUPPRESS)
     options = parser.parse_args()
@@ -267,6 +356,9 @@ def main() -> None:
         case = Case(**fields | {"overrides": tuple(fields["overrides"])})
         options.answer.write_text(json.dumps(measured(case)))
         os._exit(0)  # DeepSpeed can abort at interpreter exit after `leave_ranks` (every third ZeRO-3 case)
+    if options.loading:
+        loadings()
+        return
     if options.run:
         print(whole_run(options.run[0], options.run[1:]))
         os._exit(0)

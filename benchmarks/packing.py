@@ -62,6 +62,7 @@ def batch_of(lengths: torch.Tensor) -> TokenBatch:
         rollout_log_probs=torch.full((count,), -7.6),
         versions=torch.zeros(count, dtype=torch.int64),
         turns=torch.zeros(count, dtype=torch.int64),
+        rewards=torch.zeros(count),
         old_log_probs=torch.full((count,), -7.6),
         advantages=advantages.repeat_interleave(lengths),
     )
@@ -130,7 +131,9 @@ def measure(kind: str, options: argparse.Namespace, actor: DeepSpeedEngine) -> d
         found[cut] = {
             "cpu_s": statistics.median(seconds[cut, False]),
             "padded_cpu_s": statistics.median(seconds[cut, True]),
-            "passes": len(micro_batches(batch, settings.micro_sequences, settings.micro_tokens)),
+            "passes": len(
+                micro_batches(batch, settings.actor.ppo_micro_batch_size_per_gpu, settings.micro_tokens)
+            ),
             "layout": layouts[cut],
         }
     found["speed"] = found["sequences"]["cpu_s"] / found["tokens"]["cpu_s"]

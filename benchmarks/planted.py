@@ -364,8 +364,11 @@ def low_entropy_pays() -> None:
         return honest(*args, **asked | {"entropy_grad": torch.is_grad_enabled()})
 
     deepspeed.policy_output = policy_output
-    wrong = staticmethod(lambda spec: replace(read(spec), entropy_coeff=-2.0))
-    UpdateSettings.of = wrong
+
+    def wrong(spec: Any) -> UpdateSettings:
+        return replace(read(spec), actor=spec.actor.model_copy(update={"entropy_coeff": -2.0}))
+
+    UpdateSettings.of = staticmethod(wrong)
 
 
 PATCHES: dict[str, Callable[[], None]] = {

@@ -125,7 +125,7 @@ class LongWorld:
             pair = [torch.from_numpy(x) for x in (found[0].log_probs, found[0].rollout_log_probs)]
             for setting in settings:
                 done = correct(*pair, units, setting.rules)
-                weights = (done.keep if done.weights is None else done.weights).double()
+                weights = done.weights.double()
                 each = self.gradients(*found, weights.reshape(-1, self.length).numpy())
                 sums[setting.name] += each.sum(0)
                 squares[setting.name] += np.square(each).sum()

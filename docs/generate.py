@@ -89,9 +89,23 @@ def _spec_keys() -> str:
 
 
 def _metrics() -> str:
-    from rlctl.metric_names import markdown
+    from rlctl.metric_names import SECTIONS, Metric
 
-    return markdown()
+    def elsewhere(metric: Metric) -> str:
+        names = (
+            framework if name == metric.name else f"{framework} `{name}`"
+            for framework, name in metric.peers.items()
+        )
+        return ", ".join(names) or "—"
+
+    tables = {
+        title: _table(
+            "key | unit | definition | same quantity elsewhere",
+            ((f"`{m.name}`", m.unit, m.definition, elsewhere(m)) for m in metrics),
+        )
+        for title, metrics in SECTIONS.items()
+    }
+    return "\n".join(f"### {title}\n\n{table}" for title, table in tables.items())
 
 
 def _commands() -> str:

@@ -480,7 +480,7 @@ def correct(
         what = f"{num_bad} of {int(sums['sequences'])} sequences have NaN or infinite log-probs"
         warnings.warn(f"{what}: all their tokens are rejected", stacklevel=2)
     factor = correction.normalization_factor(sums, rules)
-    weights = (result.keep.float() if result.weights is None else result.weights) / factor
+    weights = result.weights / factor
     metrics = correction.correction_metrics(correction.normalized(sums, factor, rules), rules)
     return CorrectedBatch(batch.shaped(weights), batch.shaped(result.keep), metrics)
 

@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from collections.abc import Sequence as Many
 from dataclasses import dataclass, field, fields, replace
 from functools import cached_property
-from typing import TYPE_CHECKING, Any, Self
+from typing import TYPE_CHECKING, Any
 
 from rlctl.algos.segments import Segments, Units
 from rlctl.lazy import torch
@@ -214,10 +214,10 @@ class TokenBatch:
     rollout_log_probs: Tensor  # (M,) float32
     versions: Tensor  # (M,) int64
     turns: Tensor  # (M,) int64
+    rewards: Tensor  # (M,) float32: of the environment, 0.0 if it gives none; in training with the score
     kept: TokenLists | None = None
     most_likely: TokenLists | None = None
     experts: Tensor | None = None  # (N, layers, k) int16: those that computed a token; −1: not reported
-    rewards: Tensor | None = None  # (M,) float32: token-level rewards
     baseline_scores: Tensor | None = None  # (E,) of the greedy response; ReMax
     old_log_probs: Tensor | None = None  # (M,) π_old; in bypass mode π_rollout
     ref_log_probs: Tensor | None = None  # (M,) π_ref
@@ -244,7 +244,7 @@ class TokenBatch:
             found = [getattr(sequence, name) for sequence in sequences]
             return TokenLists.joined(found) if found and found[0] is not None else None
 
-        rewards = experts = None
+        experts = None
         shapes = {sequence.experts.shape[1:] for sequence in sequences if sequence.experts is not None}
         if shapes:
             [shape] = shapes
@@ -252,9 +252,7 @@ class TokenBatch:
             experts = torch.cat(
                 [none.expand(len(s.token_ids), *shape) if s.experts is None else s.experts for s in sequences]
             )
-        if any(sequence.rewards is not None for sequence in sequences):
-            given = [torch.zeros(len(s.log_probs)) if s.rewards is None else s.rewards for s in sequences]
-            rewards = torch.cat(given)
+        rewards = [torch.zeros(len(s.log_probs)) if s.rewards is None else s.rewards for s in sequences]
         owners = [place for place, episode in enumerate(episodes) for _ in episode.sequences]
         batch = cls(
             token_ids=joined("token_ids", torch.int64),
@@ -269,8 +267,8 @@ class TokenBatch:
             turns=joined("turns", torch.int64),
             kept=lists("kept"),
             most_likely=lists("most_likely"),
+            rewards=torch.cat([torch.empty(0), *rewards]),
             experts=experts,
-            rewards=rewards,
         )
         return batch.to(device)
 
@@ -322,33 +320,16 @@ class TokenBatch:
             "token": self.sequences.entries_of(of_sequences),
             "sampled": self.units.episode.entries_of(chosen),
         }
-        picked = self._each(lambda value, of: value[places[of]])
+        picked = self.mapped(lambda value, of: value[places[of]])
         counts = self.sequences_of_episodes.lengths[chosen]
         owners = torch.arange(len(chosen), device=chosen.device).repeat_interleave(counts)
         return replace(picked, owners=owners)
 
-    @classmethod
-    def joined(cls, parts: Many[Self]) -> Self:
-        """The episodes of all parts, one part after the other."""
-        if len(parts) == 1:
-            return parts[0]
-
-        def together(name: str) -> Any:
-            values = [getattr(part, name) for part in parts]
-            if values[0] is None:
-                return None
-            return TokenLists.joined(values) if isinstance(values[0], TokenLists) else torch.cat(values)
-
-        found = cls(**{part.name: together(part.name) for part in fields(cls)})
-        sizes = torch.tensor([0, *(part.num_episodes for part in parts[:-1])]).cumsum(0).tolist()
-        owners = torch.cat([part.owners + first for part, first in zip(parts, sizes, strict=True)])
-        return replace(found, owners=owners)
-
     def to(self, device: Any) -> TokenBatch:
         """The same data on `device`."""
-        return self._each(lambda value, _: value.to(device))
+        return self.mapped(lambda value, _: value.to(device))
 
-    def _each(self, change: Any) -> TokenBatch:
+    def mapped(self, change: Any) -> TokenBatch:
         """The batch with every field changed by (value, its level) → value, unless it is None."""
         columns: dict[str, Any] = {part.name: getattr(self, part.name) for part in fields(self)}
         for name, value in columns.items():

@@ -98,24 +98,3 @@ def validation_rewards(metrics: Mapping[str, Any]) -> dict[str, float]:
         (re.fullmatch("val/(.+)/reward_mean", key, re.DOTALL), value) for key, value in metrics.items()
     )
     return {match[1]: float(value) for match, value in matches if match}
-
-
-def markdown() -> str:
-    """The tables of `docs/reference/metrics.md`."""
-    lines: list[str] = []
-    for title, metrics in SECTIONS.items():
-        lines += [
-            f"### {title}",
-            "",
-            "| key | unit | definition | same quantity elsewhere |",
-            "|---|---|---|---|",
-        ]
-        for metric in metrics:
-            others = ", ".join(
-                framework if name == metric.name else f"{framework} `{name}`"
-                for framework, name in metric.peers.items()
-            )
-            definition = metric.definition.replace("|", "\\|")
-            lines.append(f"| `{metric.name}` | {metric.unit} | {definition} | {others or '—'} |")
-        lines.append("")
-    return "\n".join(lines).rstrip() + "\n"

@@ -77,13 +77,13 @@ class Part:
     unit: Unit = "token"  # for a correction weight or rejection criterion: what has one value
     #: for a weight or criterion: typical thresholds as written in a spec, for `--what-if` and the tests
     thresholds: tuple[str, ...] = ()
-    #: for a loss of the whole mini-batch: (`batch_losses.WholeBatch`, `LossRule`) → `LossRule.of_batch`
-    of_batch: Callable[..., Any] | None = None
+    #: for a loss of the whole mini-batch: (`WholeBatch`, `LossRule`) → `LossRule.batch_statistics`
+    batch_statistics: Callable[..., Any] | None = None
     #: its expected on-policy gradient is that of the expected reward; for a correction weight, the off-policy
     #: gradient without a bound (tested by enumeration)
     unbiased: bool = False
     #: for a loss: tokens with advantage 0 have no gradient (tested): their rows skip the backward pass
-    needs_advantage: bool = False
+    vanishes_without_advantage: bool = False
     clip: ClipBand | None = None  # for a loss that clips its ratio
     experimental: bool = False  # not yet validated on real runs
     #: for a grader: response → its answer as text that is equal for equal answers
@@ -170,13 +170,15 @@ class Registry(Mapping[str, Callable[..., Any]]):
         A function that is defined again, as in a notebook cell that is run again, replaces the earlier one.
 
         Raises:
-            TypeError: there is no such argument.
+            TypeError: there is no such argument, or it has another name now.
             ValueError: the name is taken, an argument has the wrong type, or such parts cannot have this
                 input or parameters.
             UsageError: such a part is called with other arguments than the function takes.
         """
         if callable(name):
             raise ValueError("write the decorator with parentheses: @….register()")
+        for old in _RENAMED.keys() & arguments.keys():
+            raise TypeError(f"{old} is called {_RENAMED[old]} now")
         part = self._described(Part("", _undefined, **arguments))
 
         def decorate(function: Function) -> Function:
@@ -393,10 +395,14 @@ _THRESHOLD = re.compile(r"(?=.*[1-9])[0-9.e+-]+(_[0-9.e+-]+)?")
 #: Arguments of `register` → their type, and what to give, for messages.
 _ARGUMENTS: dict[str, tuple[Any, str]] = {
     "label formula source data_sources": (str, "a text"),
-    "unbiased needs_advantage experimental in_process": (bool, "True or False"),
+    "unbiased vanishes_without_advantage experimental in_process": (bool, "True or False"),
     "clip": (ClipBand | None, "a ClipBand"),
-    "of_batch answer_of known_responses": (Callable | None, "a function"),
+    "batch_statistics answer_of known_responses": (Callable | None, "a function"),
 }
+
+
+#: Arguments of `register` in earlier versions → their name now.
+_RENAMED = {"needs_advantage": "vanishes_without_advantage", "of_batch": "batch_statistics"}
 
 
 def _undefined() -> None:

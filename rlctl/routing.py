@@ -200,13 +200,14 @@ def _routing(logits: Tensor, chosen: Tensor) -> Tensor:
     return torch.cat([logits.float().softmax(-1), counts.float()], -1)
 
 
-def balance_loss(routing: Tensor, shares: Tensor, num_tokens: float) -> Tensor:
+def balance_loss(routing: Tensor, counts: Tensor, num_tokens: float) -> Tensor:
     """() the part of the mini-batch's auxiliary loss that some of its tokens have, with gradient.
 
     Args:
         routing: (m, 2·E) of these tokens, as in `PolicyOutput.routing`.
-        shares: (E,) f, of all tokens of the mini-batch.
+        counts: (E,) of all tokens of the mini-batch, number of those that go to each expert.
         num_tokens: their number.
     """
-    probabilities = routing[:, : len(shares)].sum(0) / max(num_tokens, 1.0)
-    return len(shares) * (probabilities @ shares.to(probabilities))
+    n = max(num_tokens, 1.0)
+    probabilities = routing[:, : len(counts)].sum(0) / n
+    return len(counts) * (probabilities @ (counts / n).to(probabilities))

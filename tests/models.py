@@ -175,6 +175,7 @@ def tiny_batch(
         rollout_log_probs=torch.zeros(count),
         versions=torch.zeros(count, dtype=torch.int64),
         turns=torch.zeros(count, dtype=torch.int64),
+        rewards=torch.zeros(count),
     )
     with torch.no_grad():
         own = naive_log_probs(model, batch, temperature)[0].float()

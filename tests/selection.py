@@ -45,9 +45,6 @@ KINDS: dict[str, dict[str, tuple[str, ...]]] = {
     },
     "pages in Chromium": {
         "unit/evaluate/test_page.py": ("test_hostile_text_is_only_text",),
-        "unit/what_if/test_what_if_page.py": (
-            "test_every_setting_is_a_row_and_the_recommended_one_is_marked",
-        ),
         "unit/diagnose/test_diagnosis_page.py": ("test_hostile_text_is_only_text",),
     },
     "rollout engines: vLLM in process and as servers, planted gaps": {

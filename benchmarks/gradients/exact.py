@@ -166,7 +166,7 @@ class EnumeratedWorld(World):
 
     def _loss(self, rule: BenchRule, n: int) -> LossRule:
         """The rule's loss, with the statistics of a large mini-batch if it needs them."""
-        if not rule.loss.reads_batch:
+        if not rule.loss.needs_statistics:
             return rule.loss
         rng = np.random.default_rng(0)
         prompts = np.arange(POPULATION) % self.num_prompts
@@ -181,7 +181,7 @@ def with_statistics(
 ) -> LossRule:
     """The loss with its statistics of a whole batch, (B, T)."""
     columns = (x[mask] for x in (train, rollout, advantages))
-    return WholeBatch.of(*columns, Segments(mask.sum(1))).with_statistics(loss)
+    return WholeBatch(*columns, Segments(mask.sum(1))).with_statistics(loss)
 
 
 def token_gradient(
@@ -194,7 +194,7 @@ def token_gradient(
     found, unit = _corrected(rule, train, rollout, advantages, mask), Segments(mask.sum(1))
     leaf, keep = train.clone().requires_grad_(), found.keep
     columns = (x[mask][keep] for x in (leaf, rollout, advantages))
-    weights = None if loss.has_ratio or found.weights is None else found.weights[keep].double()
+    weights = None if loss.has_ratio else found.weights[keep].double()
     values = policy_loss(loss, *columns, unit.kept(keep), weights).values
     (gradient,) = torch.autograd.grad(values.sum(), leaf, allow_unused=True)
     return -torch.zeros_like(leaf).numpy() if gradient is None else -gradient.numpy()

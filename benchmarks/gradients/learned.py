@@ -176,7 +176,7 @@ class LearnedWorld:
         mask = torch.from_numpy(drawn.mask)
         advantages = torch.from_numpy(drawn.advantages)[:, None] * mask
         loss, tensors = rule.loss, (train, rollout, advantages, mask)
-        if loss.reads_batch:
+        if loss.needs_statistics:
             loss = with_statistics(loss, *(x[:POPULATION] for x in tensors))
         probs, factors = np.exp(self.train), token_gradient(rule, loss, *tensors) * drawn.mask
         found = self._by_group(drawn.contexts * VOCABULARY + drawn.tokens, factors, n, self.train.size)

@@ -1,8 +1,8 @@
 """Policy losses that need statistics of the whole mini-batch, over all micro-batches and ranks.
 
-The registered `of_batch` function computes the statistics; the loss reads them from `rule.of_batch`. The
-result does not depend on how the mini-batch is divided. With several micro-batches these losses need a second
-forward pass, in decoupled mode too.
+The function registered as `batch_statistics` computes them; the loss reads its result from
+`rule.batch_statistics`. The result does not depend on how the mini-batch is divided. With several
+micro-batches these losses need a second forward pass, in decoupled mode too.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 
 from pydantic import Field
 
-from rlctl.algos.kl import k3
+from rlctl.algos.kl import never_negative
 from rlctl.algos.losses import CLIP_OPTIONS, RATIO, LossInputs, TokenLoss, clipped_surrogate
 from rlctl.algos.more_losses import LossParams
 from rlctl.algos.rules import LossRule
@@ -23,38 +23,24 @@ from rlctl.registry import POLICY_LOSSES
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from rlctl.algos.segments import Segments
-
 
 @dataclass(frozen=True, slots=True)
 class WholeBatch(LossInputs):
-    """Inputs of an `of_batch` function: this rank's tokens as constants, and collectives over all ranks.
+    """Inputs of `batch_statistics`: this rank's tokens, and collectives over all ranks; by default one rank.
 
     Attributes:
         total: numbers of this rank → their sums over all ranks.
         all_gather: (n,) values of this rank → those of all ranks, in any order.
     """
 
-    total: Callable[[list[float]], list[float]]
-    all_gather: Callable[[Tensor], Tensor]
-
-    @classmethod
-    def of(
-        cls,
-        log_probs: Tensor,
-        old_log_probs: Tensor,
-        advantages: Tensor,
-        unit: Segments,
-        total: Callable[[list[float]], list[float]] = list,
-        all_gather: Callable[[Tensor], Tensor] = lambda values: values,
-    ) -> WholeBatch:
-        """Detaches the columns; the defaults are for a single rank."""
-        return cls(log_probs.detach(), old_log_probs.detach(), advantages.detach(), unit, total, all_gather)
+    total: Callable[[list[float]], list[float]] = list
+    all_gather: Callable[[Tensor], Tensor] = lambda values: values
 
     def with_statistics(self, rule: LossRule) -> LossRule:
-        """The rule with `of_batch` set to the statistics that its loss needs of this mini-batch."""
-        find = POLICY_LOSSES.part(rule.name).of_batch
-        return rule if find is None else replace(rule, of_batch=find(self, rule))
+        """The rule with the `batch_statistics` that its loss needs of this mini-batch."""
+        find = POLICY_LOSSES.part(rule.name).batch_statistics
+        with torch.no_grad():
+            return rule if find is None else replace(rule, batch_statistics=find(self, rule))
 
 
 def _effective_sample_size(batch: WholeBatch, rule: LossRule) -> float:
@@ -69,16 +55,17 @@ def _effective_sample_size(batch: WholeBatch, rule: LossRule) -> float:
     formula="w · (−sg(min(r, ESS)) · A · log π_θ + (1 − ESS) · k3(π_θ, π_old))",
     source="Fakoor et al. 2026, arXiv 2605.12380; from FeynRL's code",
     needs=RATIO,
-    of_batch=_effective_sample_size,
+    batch_statistics=_effective_sample_size,
     unbiased=True,
     experimental=True,
 )
 def p3o(rule: LossRule, inputs: LossInputs) -> TokenLoss:
     """ESS = (Σr)² / (n Σr²) over the tokens of the mini-batch. There are no hyperparameters."""
-    ess: float = rule.of_batch
+    ess: float = rule.batch_statistics
     ratio = inputs.ratio.detach()
     policy = -ratio.clamp(max=ess) * inputs.advantages * inputs.log_probs
-    return TokenLoss(policy + (1.0 - ess) * k3(inputs.log_probs, inputs.old_log_probs), ratio > ess)
+    distance = never_negative(inputs.log_probs, inputs.old_log_probs)
+    return TokenLoss(policy + (1.0 - ess) * distance, ratio > ess)
 
 
 class M2poParams(LossParams):
@@ -111,9 +98,9 @@ def _largest_kept(batch: WholeBatch, rule: LossRule) -> float:
     source="Zheng et al. 2025, arXiv 2510.01161; as masks in AReaL's code, which applies it to all tokens",
     needs=RATIO,
     params=M2poParams,
-    of_batch=_largest_kept,
+    batch_statistics=_largest_kept,
     unbiased=True,
-    needs_advantage=True,
+    vanishes_without_advantage=True,
     experimental=True,
 )
 def m2po(rule: LossRule, inputs: LossInputs) -> TokenLoss:
@@ -123,7 +110,7 @@ def m2po(rule: LossRule, inputs: LossInputs) -> TokenLoss:
     """
     log_r = inputs.log_ratio
     fixed = log_r.detach()
-    is_far = fixed.square().double() > rule.of_batch * (1.0 + 1e-6)
+    is_far = fixed.square().double() > rule.batch_statistics * (1.0 + 1e-6)
     dropped = is_far & _pushed_out(fixed, inputs.advantages)
     return TokenLoss(-inputs.advantages * torch.where(dropped, 0.0, log_r.exp()), dropped)
 
@@ -173,14 +160,14 @@ def _balanced_bounds(batch: WholeBatch, rule: LossRule) -> tuple[float, float]:
     needs=RATIO,
     options={"actor.clip_ratio_c"},
     params=BapoParams,
-    of_batch=_balanced_bounds,
+    batch_statistics=_balanced_bounds,
     unbiased=True,
-    needs_advantage=True,
+    vanishes_without_advantage=True,
     experimental=True,
 )
 def bapo(rule: LossRule, inputs: LossInputs) -> TokenLoss:
     """The bounds are those of the ratio itself, initially [0.6, 1.2]; `clip_ratio_c` as in `ppo_clip`."""
-    lower, upper = rule.of_batch
+    lower, upper = rule.batch_statistics
     return clipped_surrogate(inputs.ratio, inputs.advantages, lower, upper, rule.clip_c)
 
 
@@ -217,13 +204,13 @@ def _covariance_bound(batch: WholeBatch, rule: LossRule) -> tuple[tuple[float, f
     source="Cui et al. 2025, arXiv 2505.22617; from verl's code",
     needs=RATIO,
     params=KlCovParams,
-    of_batch=_covariance_bound,
+    batch_statistics=_covariance_bound,
     unbiased=True,
     experimental=True,
 )
 def kl_cov(rule: LossRule, inputs: LossInputs) -> TokenLoss:
     """Penalises tokens of high covariance, because these lower the entropy; equal values alike."""
-    means, least = rule.of_batch
+    means, least = rule.batch_statistics
     log_r = inputs.log_ratio
     penalised = _covariance(inputs.log_probs.detach(), inputs.advantages, means) >= least
     penalty = torch.where(penalised, rule.params.kl_coef * log_r.abs(), 0.0)
@@ -264,8 +251,8 @@ def _survival(batch: WholeBatch, rule: LossRule) -> tuple[tuple[float, float], f
     needs=RATIO,
     options=CLIP_OPTIONS,
     params=ClipCovParams,
-    of_batch=_survival,
-    needs_advantage=True,
+    batch_statistics=_survival,
+    vanishes_without_advantage=True,
     experimental=True,
 )
 def clip_cov(rule: LossRule, inputs: LossInputs) -> TokenLoss:
@@ -273,6 +260,6 @@ def clip_cov(rule: LossRule, inputs: LossInputs) -> TokenLoss:
 
     The expected gradient is the same, and no random numbers are needed.
     """
-    means, survival = rule.of_batch
+    means, survival = rule.batch_statistics
     loss, chosen = _clip_and_choose(rule, inputs, means)
     return TokenLoss(torch.where(chosen, survival, 1.0) * loss.values, loss.clipped)

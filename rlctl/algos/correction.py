@@ -60,17 +60,17 @@ class Correction:
 
     Attributes:
         weights: (M,) float32, detached: after the bound, 0.0 where rejected, **not yet normalised** (the
-            factor is computed over the whole mini-batch, see `normalization_factor`). None if the rule has no
-            level.
+            factor is computed over the whole mini-batch, see `normalization_factor`). Without a level 1.0
+            where kept.
         keep: (M,) bool, tokens that are not rejected.
         nonfinite: (R,) bool, responses with a NaN or infinite log-prob (always rejected).
         saturated: (R,) bool, responses with |Σ log ρ| ≥ 20.
         sums: from which metrics and denominators are computed.
         raw, bounded: (U,) float64 weights of every token or segment of the level, before and after the bound,
-            of the responses in `LogRatio`. None without a level.
+            of the responses in `LogRatio`; without a level those of level `token`. None in a part.
     """
 
-    weights: Tensor | None
+    weights: Tensor
     keep: Tensor
     nonfinite: Tensor
     saturated: Tensor
@@ -80,9 +80,8 @@ class Correction:
 
     def of(self, tokens: Tensor, responses: Tensor) -> Correction:
         """Of the tokens and responses with these indices; `sums` stay those of all."""
-        weights = None if self.weights is None else self.weights[tokens]
         flags = self.nonfinite[responses], self.saturated[responses]
-        return Correction(weights, self.keep[tokens], *flags, self.sums)
+        return Correction(self.weights[tokens], self.keep[tokens], *flags, self.sums)
 
 
 @torch.no_grad()
@@ -104,9 +103,11 @@ def correct(
         advantages, age: (M,), required if listed in `rules.needs`.
 
     Raises:
-        ValueError: as `check_inputs`.
+        ValueError: shapes or devices differ, log-probs are not float32 or float64, or a column that a rule
+            needs is missing.
     """
-    check_inputs(log_probs, rollout_log_probs, units, rules, advantages, age)
+    given = {"log_probs": log_probs, "rollout_log_probs": rollout_log_probs}
+    _check_inputs(given, {"advantages": advantages, "age": age}, units, rules)
     responses, level = rules.segments(units, "sequence"), rules.segments(units, rules.weight.unit)
     gap = log_probs - rollout_log_probs
     total = responses.sum(gap)
@@ -126,8 +127,7 @@ def correct(
         advantages, age = (None if x is None else x[inside] for x in (advantages, age))
         units, total = units.kept(inside).present(), total[used]
     token, unit = gap.clamp(-LOG_RATIO_CLAMP, LOG_RATIO_CLAMP), rules.segments(units, "sequence")
-    policies = log_probs, rollout_log_probs
-    log_ratio = LogRatio(token, total, *policies, units, unit, advantages, age)
+    log_ratio = LogRatio(token, total, log_probs, rollout_log_probs, units, unit, advantages, age)
     sums |= _gap_sums(log_ratio)
     keep = torch.ones_like(gap, dtype=torch.bool)
     for rule in rules.reject:
@@ -140,41 +140,27 @@ def correct(
         keep = torch.zeros_like(inside).masked_scatter(inside, keep)
         weights = weights.new_zeros(len(inside)).masked_scatter(inside, weights)
     sums = {name: value.double() for name, value in sums.items()}
-    if rules.weight.level is None:
-        return Correction(None, keep, nonfinite, saturated, sums)
+    weights = keep.float() if rules.weight.level is None else weights
     return Correction(weights, keep, nonfinite, saturated, sums, raw, bounded)
 
 
-def check_inputs(
-    log_probs: Tensor,
-    rollout_log_probs: Tensor,
-    units: Units,
-    rules: CorrectionRules,
-    advantages: Tensor | None = None,
-    age: Tensor | None = None,
+def _check_inputs(
+    given: dict[str, Tensor], more: dict[str, Tensor | None], units: Units, rules: CorrectionRules
 ) -> None:
-    """Checks that columns can be corrected.
-
-    Raises:
-        ValueError: shapes or devices differ, log-probs are not float32 or float64, or a column that a rule
-            needs is missing.
-    """
-    given = {"log_probs": log_probs, "rollout_log_probs": rollout_log_probs}
     for name, values in given.items():
         if values.dtype not in (torch.float32, torch.float64):
             what = f"{name} must be float32, not {values.dtype}: compute log_softmax in float32"
             raise ValueError(f"{what}; half precision is coarser than the mismatch")
-    more = {"advantages": advantages, "age": age}
     if missing := [name for name in rules.needs if more[name] is None]:
         raise ValueError(f"a rule of this correction needs `{missing[0]}`, and the batch has none")
-    given |= {name: column for name, column in more.items() if column is not None}
+    given = given | {name: column for name, column in more.items() if column is not None}
     for what in ("shape", "device"):
         found = {name: getattr(column, what) for name, column in given.items()}
         if len(set(found.values())) > 1:
             words = ", ".join(f"{name} {tuple(x) if what == 'shape' else x}" for name, x in found.items())
             raise ValueError(f"{what}s differ: {words}")
-    if log_probs.shape != (units.sequence.total,):
-        raise ValueError(f"{tuple(log_probs.shape)} log-probs do not fit {units.sequence.total} tokens")
+    if (shape := given["log_probs"].shape) != (units.sequence.total,):
+        raise ValueError(f"{tuple(shape)} log-probs do not fit {units.sequence.total} tokens")
 
 
 # --- rejection and weights --------------------------------------------------------------------------
@@ -252,7 +238,8 @@ def _weighted(
     described, shown = (weights, bounded * survives) if rule.metrics is None else (column, bounded)
     of_responses = raw if level is unit else unit.mean(level.spread(raw))
     averaged = torch.ones_like(survives) if rule.normalize_over == "all" else survives
-    sums = moments("raw.token", raw, level.multiplicity) | moments("weight.token", described)
+    multiplicity = None if rule.by_token else level.lengths
+    sums = moments("raw.token", raw, multiplicity) | moments("weight.token", described)
     sums |= moments("raw.sequence", of_responses)
     sums |= moments("weight.sequence", shown if level is unit else unit.mean(described))
     if not rule.by_token:
@@ -365,11 +352,13 @@ def parts_with_nan(sums: HostSums, rules: CorrectionRules) -> list[str]:
 
 def _weight_metrics(sums: HostSums, of: str, rule: WeightRule, prefix: str) -> HostSums:
     """Metrics of `raw` weights, or of `weight`: those of the loss, 0 for responses that are not finite."""
-    token, sequence, unit = (
-        found if of == "raw" else found.with_zeros(sums[f"{level}s"] - found.count)
-        for level in ("token", "sequence", "token" if rule.by_token else "unit")
-        for found in [Moments.read(sums, f"{of}.{level}")]
-    )
+
+    def read(level: str) -> Moments:
+        found = Moments.read(sums, f"{of}.{level}")
+        return found if of == "raw" else found.with_zeros(sums[f"{level}s"] - found.count)
+
+    token, sequence = read("token"), read("sequence")
+    unit = token if rule.by_token else read("unit")
     found = {"mean": unit.mean, "std": unit.std, "max": unit.max, "min": unit.min}
     found |= {"eff_sample_size": unit.ess, "eff_sample_size_token": token.ess, "seq_mean": sequence.mean}
     found |= {"seq_std": sequence.sample_std, "seq_max": sequence.max, "seq_min": sequence.min}

@@ -1,16 +1,17 @@
 """KL divergence to the reference policy: estimators for reward and loss, and the coefficient's controller.
 
 Every value is a one-sample estimate per token of KL(π_θ ‖ π_ref) given the preceding tokens, in nats;
-all are columns of m tokens. Every estimator is `estimator(log_probs, ref_log_probs, rollout_log_probs, unit)
--> Tensor`, registered by its name (`rlctl.registry`); one that reads π_rollout, or `unit`, the tokens of each
-response, can be used as a loss only.
+all are columns of m tokens. In the reward, where the value is a constant, the policy gradient of k1 alone is
+that of the KL. Every estimator is `estimator(log_probs, ref_log_probs, rollout_log_probs, unit) -> Tensor`,
+registered by its name (`rlctl.registry`); one that reads π_rollout, or `unit`, the tokens of each response,
+can be used as a loss only.
 """
 
 from __future__ import annotations
 
 import math
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from rlctl.algos.losses import widened
 from rlctl.algos.rules import LOG_RATIO_CLAMP
@@ -28,37 +29,27 @@ _SCHULMAN = 'Schulman 2020, "Approximating KL Divergence"'
 
 
 @KL_ESTIMATORS.register(label="log-ratio", formula="log π − log π_ref", source=_SCHULMAN)
-def k1(
-    log_probs: Tensor,
-    ref_log_probs: Tensor,
-    rollout_log_probs: Tensor | None = None,
-    unit: Segments | None = None,
-) -> Tensor:
+def k1(log_probs: Tensor, ref_log_probs: Tensor, rollout_log_probs: Any, unit: Any) -> Tensor:
     """Unbiased as a value, of either sign. As a loss it has no effect: its expected gradient is zero."""
     return log_probs - ref_log_probs
 
 
 @KL_ESTIMATORS.register(label="squared log-ratio", formula="½ (log π − log π_ref)²", source=_SCHULMAN)
-def k2(
-    log_probs: Tensor,
-    ref_log_probs: Tensor,
-    rollout_log_probs: Tensor | None = None,
-    unit: Segments | None = None,
-) -> Tensor:
+def k2(log_probs: Tensor, ref_log_probs: Tensor, rollout_log_probs: Any, unit: Any) -> Tensor:
     """Biased as a value, with low variance while the policies are close. As a loss, for tokens sampled from
     π_θ, its expected gradient is ∇ KL(π_θ ‖ π_ref), the reverse KL."""
     return 0.5 * (log_probs - ref_log_probs).square()
 
 
 @KL_ESTIMATORS.register(label="never negative", formula="π_ref/π − 1 − log(π_ref/π)", source=_SCHULMAN)
-def k3(
-    log_probs: Tensor,
-    ref_log_probs: Tensor,
-    rollout_log_probs: Tensor | None = None,
-    unit: Segments | None = None,
-) -> Tensor:
+def k3(log_probs: Tensor, ref_log_probs: Tensor, rollout_log_probs: Any, unit: Any) -> Tensor:
     """Unbiased as a value and never negative; its log-ratio is clamped to ±20. As a loss, for tokens sampled
     from π_θ, its expected gradient is ∇ KL(π_ref ‖ π_θ), the forward KL."""
+    return never_negative(log_probs, ref_log_probs)
+
+
+def never_negative(log_probs: Tensor, ref_log_probs: Tensor) -> Tensor:
+    """k3 of each token (m,): π_ref/π − 1 − log(π_ref/π)."""
     gap = (log_probs - ref_log_probs).clamp(-LOG_RATIO_CLAMP, LOG_RATIO_CLAMP)
     return (-gap).expm1() + gap  # without the cancellation of exp(−gap) − 1
 
@@ -74,7 +65,7 @@ def unbiased(log_probs: Tensor, ref_log_probs: Tensor, rollout_log_probs: Tensor
     distribution, for any policy π_rollout that sampled the token. It is not the KL gradient of whole
     sequences, because the preceding tokens follow π_rollout and carry no gradient. The log-ratio is clamped
     to ±20."""
-    return _exp(log_probs - rollout_log_probs) * k3(log_probs, ref_log_probs)
+    return _exp(log_probs - rollout_log_probs) * never_negative(log_probs, ref_log_probs)
 
 
 @KL_ESTIMATORS.register(
@@ -89,7 +80,7 @@ def sequence(log_probs: Tensor, ref_log_probs: Tensor, rollout_log_probs: Tensor
     Its variance grows with the length, as with sequence weights. Needs complete responses. The log of the
     product is clamped to ±20."""
     log_product = unit.cumsum(log_probs - rollout_log_probs).to(log_probs.dtype)
-    return _exp(log_product) * k3(log_probs, ref_log_probs)
+    return _exp(log_product) * never_negative(log_probs, ref_log_probs)
 
 
 def kl_estimate(kind: str, log_probs: Tensor, ref_log_probs: Tensor) -> Tensor:

@@ -120,7 +120,7 @@ def _check_returned(loss: object, log_probs: Tensor, name: str) -> None:
     formula="−w · A · log π_θ",
     source="Williams 1992",
     unbiased=True,
-    needs_advantage=True,
+    vanishes_without_advantage=True,
 )
 def reinforce(rule: LossRule, inputs: LossInputs) -> TokenLoss:
     """With sequence weights w = π_θ/π_rollout the gradient is that of the expected reward under π_θ."""
@@ -134,7 +134,7 @@ def reinforce(rule: LossRule, inputs: LossInputs) -> TokenLoss:
     needs=RATIO,
     options=CLIP_OPTIONS | {"actor.clip_ratio_c"},
     unbiased=True,
-    needs_advantage=True,
+    vanishes_without_advantage=True,
     clip=ClipBand("PPO clip"),
 )
 def ppo_clip(rule: LossRule, inputs: LossInputs) -> TokenLoss:
@@ -149,7 +149,7 @@ def ppo_clip(rule: LossRule, inputs: LossInputs) -> TokenLoss:
     needs=RATIO,
     options=CLIP_OPTIONS,
     unbiased=True,
-    needs_advantage=True,
+    vanishes_without_advantage=True,
     clip=ClipBand("GSPO clip", "the geometric mean of a response's ratios"),
 )
 def gspo(rule: LossRule, inputs: LossInputs) -> TokenLoss:
@@ -174,7 +174,7 @@ def gspo(rule: LossRule, inputs: LossInputs) -> TokenLoss:
     needs=RATIO,
     options=CLIP_OPTIONS,
     unbiased=True,
-    needs_advantage=True,
+    vanishes_without_advantage=True,
     clip=ClipBand("CISPO clip", outside="the nearer bound is the weight of the token's gradient"),
 )
 def cispo(rule: LossRule, inputs: LossInputs) -> TokenLoss:
@@ -191,7 +191,7 @@ def cispo(rule: LossRule, inputs: LossInputs) -> TokenLoss:
     needs=RATIO,
     options={"actor.tau_pos", "actor.tau_neg"},
     unbiased=True,
-    needs_advantage=True,
+    vanishes_without_advantage=True,
 )
 def sapo(rule: LossRule, inputs: LossInputs) -> TokenLoss:
     """At r = 1 the gate's slope is 1, the gradient of REINFORCE; the slope decreases on both sides."""
@@ -208,7 +208,7 @@ def sapo(rule: LossRule, inputs: LossInputs) -> TokenLoss:
     needs=RATIO,
     options=CLIP_OPTIONS | {"actor.clip_ratio_c", "actor.dppo_divergence"},
     unbiased=True,
-    needs_advantage=True,
+    vanishes_without_advantage=True,
 )
 def dppo(rule: LossRule, inputs: LossInputs) -> TokenLoss:
     """A bound on divergence, not on r: rare tokens may change more, frequent ones less.

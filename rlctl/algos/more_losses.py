@@ -39,7 +39,7 @@ class VespoParams(LossParams):
     needs=RATIO,
     params=VespoParams,
     unbiased=True,
-    needs_advantage=True,
+    vanishes_without_advantage=True,
     experimental=True,
 )
 def vespo(rule: LossRule, inputs: LossInputs) -> TokenLoss:
@@ -58,7 +58,7 @@ def vespo(rule: LossRule, inputs: LossInputs) -> TokenLoss:
     source="Le Roux et al. 2025, arXiv 2503.14286",
     needs=RATIO,
     unbiased=True,
-    needs_advantage=True,
+    vanishes_without_advantage=True,
     experimental=True,
 )
 def topr(rule: LossRule, inputs: LossInputs) -> TokenLoss:
@@ -87,7 +87,7 @@ class DispoParams(LossParams):
     needs=RATIO,
     params=DispoParams,
     unbiased=True,
-    needs_advantage=True,
+    vanishes_without_advantage=True,
     experimental=True,
 )
 def dispo(rule: LossRule, inputs: LossInputs) -> TokenLoss:
@@ -117,7 +117,7 @@ class CtpoParams(LossParams):
     needs=RATIO,
     params=CtpoParams,
     unbiased=True,
-    needs_advantage=True,
+    vanishes_without_advantage=True,
     experimental=True,
 )
 def ctpo(rule: LossRule, inputs: LossInputs) -> TokenLoss:
@@ -146,7 +146,7 @@ class GmpoParams(LossParams):
     needs=RATIO,
     params=GmpoParams,
     unbiased=True,
-    needs_advantage=True,
+    vanishes_without_advantage=True,
     experimental=True,
 )
 def gmpo(rule: LossRule, inputs: LossInputs) -> TokenLoss:
@@ -172,7 +172,7 @@ class DrpoParams(LossParams):
     needs=RATIO,
     params=DrpoParams,
     unbiased=True,
-    needs_advantage=True,
+    vanishes_without_advantage=True,
     experimental=True,
 )
 def drpo(rule: LossRule, inputs: LossInputs) -> TokenLoss:

@@ -22,7 +22,7 @@ Reduction = Literal["none", "sum", "mean", "max", "given"]
 #: What one violation rejects; `sequence` is a response, see `CorrectionRules.unit`.
 Scope = Literal["token", "turn", "sequence", "episode"]
 ResponseUnit = Literal["episode", "sequence"]
-#: How token losses become one number; see `rlctl.algos.losses.aggregate`.
+#: How token losses become one number; see `rlctl.algos.losses.coefficients`.
 AggMode = Literal["token-mean", "seq-mean-token-sum", "seq-mean-token-mean", "seq-mean-token-sum-norm"]
 LossDenominator = Literal["before_rejection", "after_rejection"]
 
@@ -189,7 +189,7 @@ class LossRule:
         tau_pos, tau_neg: `sapo`: temperature of the gate for positive and negative advantages.
         divergence: `dppo`: total variation or KL of the binary distribution (sampled token, all others).
         params: validated parameters of a loss that has any; None: it has none.
-        of_batch: for a loss that reads the whole mini-batch, its statistics; None until they are computed.
+        batch_statistics: what the loss reads of the whole mini-batch; None until it is computed.
     """
 
     name: str
@@ -200,7 +200,7 @@ class LossRule:
     tau_neg: float = 1.05
     divergence: Literal["tv", "kl"] = "tv"
     params: Any = None
-    of_batch: Any = None
+    batch_statistics: Any = None
 
     @property
     def interval(self) -> tuple[float, float]:
@@ -213,9 +213,9 @@ class LossRule:
         return "old_log_probs" in POLICY_LOSSES.part(self.name).needs
 
     @property
-    def reads_batch(self) -> bool:
-        """Whether the loss needs statistics of the whole mini-batch that depend on π_θ."""
-        return POLICY_LOSSES.part(self.name).of_batch is not None
+    def needs_statistics(self) -> bool:
+        """Whether the loss reads `batch_statistics`, which depend on π_θ."""
+        return POLICY_LOSSES.part(self.name).batch_statistics is not None
 
 
 @dataclass(frozen=True, slots=True)

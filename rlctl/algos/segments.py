@@ -61,11 +61,6 @@ class Segments:
         """(): number of segments that are not empty."""
         return (self.lengths > 0).sum()
 
-    @property
-    def multiplicity(self) -> Tensor | None:
-        """(K,): entries of each segment; None: one in each."""
-        return self.lengths
-
     @cached_property
     def starts(self) -> Tensor:
         """(K,) int64: index of the first entry of each segment."""
@@ -136,8 +131,6 @@ class Segments:
 
 class Singles(Segments):
     """Every entry of a column is a segment of its own."""
-
-    multiplicity = None
 
     def __init__(self, like: Segments) -> None:
         self._like = like
@@ -225,6 +218,11 @@ def to_host(sums: Sums) -> HostSums:
 def ratio(total: float, count: float) -> float:
     """A sum divided by a count; 0.0 if the count is 0."""
     return total / count if count else 0.0
+
+
+def counts(numbers: Mapping[str, float]) -> Sums:
+    """Sums of numbers that are known on the host."""
+    return {name: torch.tensor(float(number), dtype=torch.float64) for name, number in numbers.items()}
 
 
 def moments(name: str, values: Tensor, n: Tensor | None = None) -> Sums:

@@ -23,7 +23,6 @@ from rlctl.cli import environment, prepare_data, presets
 from rlctl.cli.command import PLAIN, Command, CommandWithSubcommands, Group, SpecCommand, echo
 from rlctl.cli.convert import import_config
 from rlctl.cli.diagnose import diagnose
-from rlctl.cli.diagnose_compare import compare as compare_runs
 from rlctl.cli.diagnose_mismatch import mismatch
 from rlctl.cli.doctor import doctor
 from rlctl.cli.evaluate import evaluate
@@ -53,6 +52,7 @@ _RENAMED = {
 #: Command, or command and option, that was removed → what to do instead.
 _REMOVED = {
     "sweep": "start `rlctl train` for each setting in a loop (docs/how-to/runs.md, “Many runs”)",
+    "diagnose compare": "`rlctl diagnose A B --format html --out FILE` draws both runs in each plot",
     "export --dtype": 'AutoModelForCausalLM.from_pretrained(OUT, dtype="bfloat16").save_pretrained(…)',
     "prepare-data --placeholders": "rows without an answer are never written",
     "reward --responses": "grade an evaluation's samples again: `rlctl evaluate DIR --regrade --reward …`",
@@ -73,7 +73,7 @@ app = typer.Typer(
     **PLAIN,
 )
 _EVALUATE = CommandWithSubcommands.of(compare=compare_evaluations, list=list_benchmarks)
-_DIAGNOSE = CommandWithSubcommands.of(compare=compare_runs, mismatch=mismatch)
+_DIAGNOSE = CommandWithSubcommands.of(mismatch=mismatch)
 #: Heading in the help → (name, function or app of subcommands, class).
 _COMMANDS: dict[str, list[tuple[str, Any, Any]]] = {
     "Train": [("train", train, SpecCommand), ("export", export, Command)],
@@ -172,11 +172,12 @@ def run(arguments: list[str]) -> int:
                 if tuple(arguments[: len(old)]) == old:
                     echo(f"note: `rlctl {' '.join(old)}` is now `rlctl {' '.join(new)}`", err=True)
                     arguments = [*new, *arguments[len(old) :]]
-            options = {argument.partition("=")[0] for argument in arguments[1:]}
-            for removed, fix in _REMOVED.items():
-                command, *option = removed.split()
-                if arguments[:1] == [command] and options.issuperset(option):
-                    raise UsageError(f"`rlctl {removed}` no longer exists", fix=fix)
+            options = {argument.partition("=")[0] for argument in arguments}
+            for removed, instead in _REMOVED.items():
+                command, dashes, option = removed.partition(" --")
+                words = command.split()
+                if arguments[: len(words)] == words and (not option or f"{dashes[1:]}{option}" in options):
+                    raise UsageError(f"`rlctl {removed}` no longer exists", fix=instead)
             app(args=arguments, prog_name="rlctl")
     except SystemExit as stop:
         return stop.code if isinstance(stop.code, int) else int(stop.code is not None)

@@ -111,25 +111,17 @@ def diagnose(
     """
     if not paths:
         raise UsageError("no log is given", where="rlctl diagnose", fix="name a run directory, or a log")
-    if what_if:
-        why = "applies to findings, and --what-if computes none: it replays rollouts"
-        refuse_options(context, ("rules", "fix", "fail_on", "map_", "reader"), why)
-        replay(paths, output_format, out)
-        return
-    if plan:
-        why = "applies to findings, and --plan computes none: it reads durations"
-        refuse_options(context, ("rules", "fix", "fail_on", "map_", "reader"), why)
-        from rlctl.cli.diagnose_plan import write_plans
+    questions = {"--what-if": what_if, "--who-sampled": who_sampled, "--plan": plan}
+    if asked := [option for option, is_asked in questions.items() if is_asked]:
+        from rlctl.cli.diagnose_questions import ask
 
-        write_plans(partial(read_all, paths), paths, output_format, out)
-        return
-    if who_sampled:
-        why = "applies to findings, and --who-sampled computes none: it scores rollouts"
-        refuse_options(context, ("rules", "fix", "map_", "reader"), why)
-        from rlctl.cli.diagnose_who import who_sampled as examine_samples
-
-        is_wrong = examine_samples(paths, output_format, out)
-        raise typer.Exit(3 if is_wrong and fail_on else 0)
+        if len(asked) > 1:
+            what = "these are different questions"
+            raise UsageError(what, where=" ".join(asked), fix=f"give one of {', '.join(asked)}")
+        refused = ("rules", "fix", "map_", "reader", *(() if who_sampled else ("fail_on",)))
+        refuse_options(context, refused, f"applies to findings, and {asked[0]} computes none")
+        answers = ask(asked[0], paths, output_format, out)
+        raise typer.Exit(3 if fail_on and any(answer.fault for answer in answers) else 0)
     _check(paths, output_format, out, fix)
     from rlctl.diagnose.readers.reader_files import BUILT_IN
     from rlctl.diagnose.rule import all_rules, examine, metrics_read
@@ -138,7 +130,7 @@ def diagnose(
     applied = all_rules(own)
     wanted = metrics_read(own, with_others=output_format == "html")
     readers = BUILT_IN.with_files(reader or (), map_ or ())
-    diagnoses = [examine(run, applied) for run in read_all(paths, wanted, readers)]
+    diagnoses = [examine(run, applied) for run in _read_all(paths, wanted, readers)]
     if fix is not None:
         _check_fix(fix, len(diagnoses))  # a path may hold several runs
     _write(diagnoses, output_format, out)
@@ -148,50 +140,19 @@ def diagnose(
         raise typer.Exit(3)
 
 
-def read_all(
-    paths: Sequence[Path], wanted: frozenset[str], readers: Readers | None = None
-) -> Iterator[RunLog]:
+def _read_all(paths: Sequence[Path], wanted: frozenset[str], readers: Readers) -> Iterator[RunLog]:
     """Reads the runs at all paths one by one; says on a terminal what is being read."""
     from rich.text import Text
 
     from rlctl.diagnose.diagnosis_report import visible
     from rlctl.diagnose.readers.detect import read_runs
-    from rlctl.diagnose.readers.reader_files import BUILT_IN
     from rlctl.diagnose.table import STDIN
     from rlctl.terminal import Console
 
     for path in paths:
         is_pasted = path == STDIN  # a spinner would disturb it
         with nullcontext() if is_pasted else Console(stderr=True).status(Text(visible(f"reading {path}"))):
-            yield from read_runs(path, wanted, readers or BUILT_IN)
-
-
-def replay(paths: Sequence[Path], output_format: DiagnosisFormat, out: Path | None) -> None:
-    """Evaluates every run's dumped rollouts under a grid of corrections, and writes the results."""
-    from rlctl.cli.output import check_out, write_report
-
-    if output_format == "markdown":
-        raise UsageError("--what-if writes text, json or html", where=f"--format {output_format}")
-    check_out(paths, out, is_page=output_format == "html")
-    from rich.text import Text
-
-    from rlctl.diagnose.diagnosis_report import visible
-    from rlctl.terminal import Console
-    from rlctl.what_if.what_if_report import page, print_tradeoff
-    from rlctl.what_if.what_if_run import what_if
-
-    found = []
-    for path in paths:
-        title = visible(str(path))
-        with Console(stderr=True).status(Text(f"replaying {title}")):  # on terminals only
-            found.append((title, what_if(path)))
-
-    def text(console: Console) -> None:
-        for title, tradeoff in found:
-            print_tradeoff(console, title, tradeoff)
-
-    documents = [tradeoff.as_document() for _, tradeoff in found]
-    write_report(output_format, out, text, lambda: documents, html=partial(page, found))
+            yield from read_runs(path, wanted, readers)
 
 
 def _check(paths: Sequence[Path], output_format: DiagnosisFormat, out: Path | None, fix: Path | None) -> None:

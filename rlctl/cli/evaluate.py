@@ -29,7 +29,7 @@ _OF_SAMPLING = (
     *("data", "recipe", "prompt_key", "answer_key", "data_source", "instruction", "benchmarks_dir"),
     "continue_final_message",
     *("n", "temperature", "top_p", "max_response_length", "limit", "seed"),
-    *("engine", "fresh", "batch_size"),
+    *("environment", "engine", "fresh", "batch_size"),
 )
 
 
@@ -90,6 +90,14 @@ def evaluate(
             metavar="NAME|FILE",
             help="Grader: its name, FILE.py:FUNCTION, or a YAML file with the section `reward`.",
             show_default="the run's, or by data source",
+        ),
+    ] = None,
+    environment: Annotated[
+        str | None,
+        typer.Option(
+            metavar="NAME|FILE",
+            help="Environment of the episodes: FILE.py:CLASS, or a YAML file with the section `environment`.",
+            show_default="the run's, or single_turn",
         ),
     ] = None,
     engine: Annotated[

@@ -6,18 +6,16 @@ time.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from rlctl.diagnose.compare import RunComparison, metric_rows, sentences, shown
 from rlctl.diagnose.diagnosis_report import run_report, visible
 from rlctl.diagnose.rule import Diagnosis
 from rlctl.diagnose.table import STDIN, Series, Table
 from rlctl.diagnose.thresholds import RAW_ESS
-from rlctl.errors import EnvironmentFailure
 from rlctl.html_page import render
 from rlctl.metric_names import METRICS, describe
 from rlctl.track.jsonl import METRICS_FILE
@@ -42,18 +40,12 @@ _FIRST_PLOTS = 6
 MAX_POINTS = 2000
 
 
-def diagnosis_page(diagnoses: Sequence[Diagnosis], comparison: RunComparison | None = None) -> str:
-    """The page as HTML text, for one or several runs; each plot shows all runs.
-
-    `comparison`: of the two runs, if they are compared.
-
-    Raises:
-        EnvironmentFailure: plotly is not installed.
-    """
-    return render(TEMPLATE, **page_values(diagnoses, comparison))
+def diagnosis_page(diagnoses: Sequence[Diagnosis]) -> str:
+    """The page as HTML text, for one or several runs; each plot shows all runs."""
+    return render(TEMPLATE, **page_values(diagnoses))
 
 
-def page_values(diagnoses: Sequence[Diagnosis], comparison: RunComparison | None = None) -> dict[str, Any]:
+def page_values(diagnoses: Sequence[Diagnosis]) -> dict[str, Any]:
     """Values of `TEMPLATE`, and of a template that extends it, for `render`; see `diagnosis_page`."""
     order = {key: place for place, key in enumerate(METRICS)}
     found = {key for diagnosis in diagnoses for key in diagnosis.run.table.columns}
@@ -66,8 +58,7 @@ def page_values(diagnoses: Sequence[Diagnosis], comparison: RunComparison | None
         "names": names,
         "runs": [run_report(diagnosis) for diagnosis in diagnoses],
         "places": places,  # metric → number of its plot
-        "comparison": _comparison(comparison, places) if comparison else None,
-        "data": _data(diagnoses, names, keys, comparison),
+        "data": _data(diagnoses, names, keys),
         "style": _source("report.css"),
         "scripts": [_plotly(), _source("report.js")],
         "free_styles": True,
@@ -87,16 +78,10 @@ def _always(diagnoses: Sequence[Diagnosis]) -> list[str]:
     return list(dict.fromkeys(matching))
 
 
-def _data(
-    diagnoses: Sequence[Diagnosis],
-    names: Sequence[str],
-    keys: Sequence[str],
-    comparison: RunComparison | None,
-) -> Any:
+def _data(diagnoses: Sequence[Diagnosis], names: Sequence[str], keys: Sequence[str]) -> Any:
     """Data of the plots, for the page's script."""
     marked = {evidence.metric for d in diagnoses for f in d.findings for evidence in f.evidence}
-    differing = {change.key for change in comparison.metrics} if comparison else set()
-    first = [key for key in keys if key in marked | differing | {*_always(diagnoses)}] or keys[:_FIRST_PLOTS]
+    first = [key for key in keys if key in marked | {*_always(diagnoses)}] or keys[:_FIRST_PLOTS]
     return {
         "metrics": [_metric(key, diagnoses, is_shown=key in first) for key in keys],
         "runs": [
@@ -109,7 +94,6 @@ def _data(
             }
             for name, diagnosis in zip(names, diagnoses, strict=True)
         ],
-        "since": {change.key: change.first_step for change in comparison.metrics} if comparison else {},
     }
 
 
@@ -160,25 +144,10 @@ def _bands(diagnosis: Diagnosis, key: str) -> list[dict[str, Any]]:
     ]
 
 
-def _comparison(found: RunComparison, places: Mapping[str, int]) -> dict[str, Any]:
-    return {
-        "sentences": [visible(sentence) for sentence in sentences(found)],
-        "spec": [(key, *(visible(shown(value)) for value in values)) for key, values in found.spec.items()],
-        "metrics": [(places[row[0]], *map(visible, row)) for row in metric_rows(found)],
-    }
-
-
 def _plotly() -> str:
-    """The plotting library's script.
+    """The plotting library's script."""
+    from plotly.offline import get_plotlyjs
 
-    Raises:
-        EnvironmentFailure: it is not installed.
-    """
-    try:
-        from plotly.offline import get_plotlyjs
-    except ImportError:
-        fix = "pip install plotly, or use --format markdown"
-        raise EnvironmentFailure("a page with plots needs plotly, which is not installed", fix=fix) from None
     return str(get_plotlyjs())
 
 

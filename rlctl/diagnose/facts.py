@@ -238,7 +238,7 @@ def _kl_coefficient(table: Table) -> float | None:
     """Loss / KL if it is constant: on-policy, the rest of a loss with group-centred advantages is zero."""
     _, (loss, kl) = table.aligned("actor/pg_loss", "actor/kl_loss")
     large = (kl > 0.0) & (kl >= np.median(kl)) if len(kl) else np.empty(0, dtype=bool)
-    if large.sum() < th.MIN_STEPS:
+    if len(np.unique(kl[large])) < th.MIN_STEPS or len(table.series("actor/kl_coef")):
         return None
     ratio = loss[large] / kl[large]
     middle = float(np.median(ratio))

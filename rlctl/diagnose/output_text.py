@@ -1,4 +1,4 @@
-"""Prints diagnoses, comparisons and spec patches to the terminal."""
+"""Prints diagnoses and spec patches to the terminal."""
 
 from __future__ import annotations
 
@@ -10,7 +10,6 @@ import numpy as np
 from numpy.typing import NDArray
 from rich.text import Text
 
-from rlctl.diagnose.compare import METRIC_COLUMNS, RunComparison, metric_rows, sentences, shown
 from rlctl.diagnose.diagnosis_report import FindingReport, run_name, run_report, visible
 from rlctl.diagnose.finding import SEVERITIES, Evidence
 from rlctl.diagnose.rule import Diagnosis
@@ -130,32 +129,6 @@ def sparkline(series: Series, width: int) -> tuple[str, NDArray[np.int64]]:
     levels = np.zeros(len(shown)) if spread == 0.0 else (shown - shown.min()) / spread
     text = "".join(_BLOCKS[round(level * (len(_BLOCKS) - 1))] for level in levels.tolist())
     return text, series.steps[starts]
-
-
-def print_comparison(console: Console, found: RunComparison) -> None:
-    """Prints sentences, then spec differences, metrics by size of difference, and metrics of one run only."""
-    for name, diagnosis in (("A", found.a), ("B", found.b)):
-        steps = diagnosis.run.table.steps
-        about = f": steps {steps[0]}–{steps[-1]}" if len(steps) else ": no step"
-        console.print(Text.assemble((f"{name}  ", "bold"), run_name(diagnosis.run), about), soft_wrap=True)
-    console.print()
-    for sentence in sentences(found):
-        console.print(Text(visible(sentence), style="bold"), soft_wrap=True)
-    console.print()
-    if found.spec:
-        rows = [(key, *map(shown, values)) for key, values in found.spec.items()]
-        print_table(console, ("spec", "A", "B"), rows)
-    else:
-        console.print("The specs do not differ, as far as they are known.")
-    if found.metrics:
-        console.print()
-        print_table(console, METRIC_COLUMNS, metric_rows(found), right=range(1, 4))
-    if found.same:
-        console.print(Text(f"{len(found.same)} metrics: no lasting difference", style="dim"))
-    for name, keys in (("A", found.only_a), ("B", found.only_b)):
-        if keys:
-            line = f"only in {name}: {', '.join(keys)}"
-            console.print(Text(visible(line), style="dim"), soft_wrap=True)
 
 
 def print_patch(console: Console, patch: SpecPatch, path: Path | None) -> None:

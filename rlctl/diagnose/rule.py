@@ -31,18 +31,6 @@ from rlctl.metric_names import ELSEWHERE, METRICS
 from rlctl.registry import DIAGNOSIS_RULES, is_builtin
 from rlctl.user_code import call_problem
 
-#: Facts of a run that a rule may need.
-Fact = Literal[
-    "bypass_mode",
-    "updates_per_batch",
-    "ppo_epochs",
-    "rollout_is",
-    "rollout_rs",
-    "batch_size",
-    "lr",
-    "temperature",
-]
-
 
 @dataclass(frozen=True, slots=True)
 class Detection:
@@ -110,7 +98,7 @@ class Rule:
     needs: tuple[str, ...] = ()  # metrics without which the rule is skipped
     one_of: tuple[str, ...] = ()  # metrics of which at least one must be logged
     uses: tuple[str, ...] = ()  # further metrics that it reads where they are logged
-    facts: tuple[Fact, ...] = ()  # facts of the run that must be known
+    facts: tuple[str, ...] = ()  # fields of `Facts` that must be known
     #: returns why the rule does not apply to a run; an empty text where it applies
     not_applicable: Callable[[RunLog], str] = lambda run: ""
     #: number of values that each needed metric must have. With fewer than `MIN_STEPS` a rule can detect

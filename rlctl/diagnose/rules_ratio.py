@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 
 from rlctl.diagnose import fixes as fix
 from rlctl.diagnose import thresholds as th
@@ -10,6 +10,15 @@ from rlctl.diagnose.finding import Fix
 from rlctl.diagnose.rule import Detection, Rule
 from rlctl.diagnose.signals import evidence_over
 from rlctl.diagnose.table import RunLog
+
+
+def _fresh_cache(run: RunLog) -> Iterator[Fix]:
+    """Fix that recomputes the cache after updates in flight, unless the run does; without a spec, advice."""
+    if run.spec is None:
+        yield fix.by_hand("recompute the cache after an update in flight: `rollout.stale_cache=recompute`")
+    elif run.spec.rollout.stale_cache != "recompute":
+        yield fix.change("rollout.stale_cache=recompute")
+
 
 #: Mean square of the log-ratio, nats², from which it is worth making smaller: 0.1² per token.
 _VISIBLE = 0.01
@@ -31,7 +40,7 @@ _PARTS: dict[str, tuple[str, str, Callable[[RunLog], tuple[Fix, ...]]]] = {
     "cache": (
         "the stale key-value cache",
         "tokens attend to keys and values of older weights",
-        lambda run: (fix.by_hand("recompute the cache after an update in flight"),),
+        lambda run: tuple(_fresh_cache(run)),
     ),
     "staleness": (
         "staleness",

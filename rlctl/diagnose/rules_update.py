@@ -18,9 +18,11 @@ from rlctl.diagnose.signals import (
     crossing,
     evidence_over,
     is_frequent,
+    longest_true,
     rolling_median,
     smoothed,
     spikes,
+    steps_text,
 )
 from rlctl.diagnose.table import RunLog, Series
 from rlctl.diagnose.thresholds import Levels
@@ -40,6 +42,10 @@ HUGE_NORM = Levels(_NORM, (("critical", 1e4),))
 #: Nats per token by which the updates on a batch usually move the policy at most, and by which they move it
 #: far: the median of three steps; one step counts from a multiple. In a tiny update nothing is learned.
 USUAL_UPDATE, TINY_UPDATE, ONE_STEP = 3e-3, 1e-6, 5.0
+#: Learning rate up to which a run of some length changes nothing.
+TINY_RATE = 1e-9
+#: Metrics that no two steps share to more than four decimals, and steps in a row that may.
+NEVER_EQUAL, FROZEN_STEPS = (_NORM, "actor/entropy", _LOSS), 20
 LARGE_UPDATE: tuple[tuple[Severity, float], ...] = (("warning", 0.05), ("critical", 0.1))
 #: Share of the steps, and number, from which spikes are a warning instead of a remark.
 SPIKE_SHARE, SPIKE_COUNT = 0.01, 3
@@ -136,16 +142,36 @@ def _ignores_the_rate(run: RunLog, sizes: Series) -> bool:
 
 
 @Rule(
+    "frozen", one_of=NEVER_EQUAL, min_steps=th.MIN_STEPS,
+    thresholds=f"— / one value of more than 4 decimals on {FROZEN_STEPS} steps in a row / —",
+    fixes=(fix.by_hand("check what is logged where a step is skipped, and that batches differ"),),
+)  # fmt: skip
+def frozen(run: RunLog) -> Detection | None:
+    """Gradient norm, entropy and loss change from step to step."""
+    for series, key in ((run.table.series(key), key) for key in NEVER_EQUAL):
+        start, length = longest_true(np.diff(series.values) == 0.0)
+        during = series.steps[start : start + length + 1]
+        if len(during) >= FROZEN_STEPS and series.values[start] != round(series.values[start], DECIMALS):
+            what = f"{key} has one value in {steps_text(int(during[0]), int(during[-1]))}"
+            seen = evidence_over(during, key, f"exactly {series.values[start]:.6g}")
+            return Detection("warning", what, (seen,))
+    return None
+
+
+@Rule(
     "small-updates", needs=(_NORM,), uses=(th.K3.key, *th.STALENESS, *th.REWARDS, _LR),
-    thresholds=f"— / rate 0, or < {TINY_UPDATE:g} nats per batch and the reward does not gain / —",
+    thresholds=f"— / rate 0, or < {TINY_RATE:g} for {th.MOVE_STEPS} steps, or < {TINY_UPDATE:g} nats per "
+    "batch and the reward does not gain / —",
 )  # fmt: skip
 def small_updates(run: RunLog) -> Detection | Skipped | None:
     """The updates move the policy."""
     series, rates = run.table.series(th.K3.key), run.table.series(_LR)
-    is_logged = len(rates) >= th.MIN_STEPS and not is_rounded(run.table)
-    if run.facts.lr == 0.0 or (run.facts.lr is None and is_logged and not rates.values.any()):
-        seen = evidence_over(run.table.steps, _LR, "exactly 0")
-        return Detection("warning", "the learning rate is 0", (seen,), fixes=fix.usual_rate(run))
+    peak = float(rates.values.max()) if len(rates) >= th.MIN_STEPS and not is_rounded(run.table) else None
+    least = TINY_RATE if len(rates) >= th.MOVE_STEPS else 0.0
+    if run.facts.lr == 0.0 or (peak is not None and peak <= least):
+        seen = evidence_over(run.table.steps, _LR, f"at most {peak or 0.0:.2g}")
+        fixes = (fix.by_hand("shorten the warm-up"),) if run.facts.lr and peak else fix.usual_rate(run)
+        return Detection("warning", f"the learning rate is {peak or 0.0:.2g}", (seen,), fixes=fixes)
     norm = run.table.series(_NORM).values
     moved = run.facts.bypass_mode and (run.facts.updates_per_batch or 1) > 1 and not _are_stale(run)
     if not moved or len(series) < th.MOVE_STEPS or not len(norm):

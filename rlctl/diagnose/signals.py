@@ -29,9 +29,9 @@ class Start:
     sigma: float
     is_stable: bool  # the first steps have no trend, so they can serve as a reference
 
-    def is_far(self, values: NDArray[np.float64]) -> NDArray[np.bool_]:
-        """(M,) → (M,) bool: values further from the median than noise explains."""
-        return np.abs(values - self.median) > th.FAR_SIGMAS * self.sigma
+    def is_far(self, value: float) -> bool:
+        """Whether a value is further from the median than noise explains."""
+        return abs(value - self.median) > th.FAR_SIGMAS * self.sigma
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,18 +68,6 @@ class Crossing:
 def steps_text(first: int, last: int) -> str:
     """`step 3`, or `steps 3–40`."""
     return f"step {first:,}" if first == last else f"steps {first:,}–{last:,}"
-
-
-class Trend(NamedTuple):
-    """A lasting change of a series: values of the fitted robust line at both ends."""
-
-    start: float
-    end: float
-
-    @property
-    def rises(self) -> bool:
-        """Whether the series rises."""
-        return self.end > self.start
 
 
 def start_of(series: Series) -> Start | None:
@@ -154,7 +142,7 @@ def crossing(series: Series, levels: Levels) -> Crossing | None:
         remark = "not since: at the run's start only"
     elif severity != "critical" and levels.relative:
         start = start_of(series)
-        if start is not None and start.is_stable and not start.is_far(np.array([worst]))[0]:
+        if start is not None and start.is_stable and not start.is_far(worst):
             remark = "as from the run's start"
     severity = "info" if remark else severity
     steps = series.steps
@@ -164,28 +152,25 @@ def crossing(series: Series, levels: Levels) -> Crossing | None:
     return Crossing(levels.key, severity, worst, limit, window, first_step, last_step, onset, lasts, remark)
 
 
-def trend(series: Series) -> Trend | None:
-    """Significant rise or fall over the whole series (Kendall's τ), as a Theil–Sen line; None without one."""
-    from scipy.stats import kendalltau, theilslopes
+def trend(series: Series) -> float:
+    """Kendall's τ of a significant rise (positive) or fall over the whole series; 0 without one."""
+    from scipy.stats import kendalltau
 
     count = min(th.TREND_POINTS, len(series) // th.TREND_WINDOW)
     if count < th.MIN_STEPS:
-        return None
+        return 0.0
     medians = np.array([np.median(part) for part in np.array_split(series.values, count)])
     if np.ptp(medians) == 0.0:
-        return None
-    places = np.arange(count)
-    tau = kendalltau(places, medians)
-    if abs(tau.statistic) < th.TREND_TAU or tau.pvalue > th.TREND_P:
-        return None
-    slope, intercept = theilslopes(medians, places)[:2]
-    return Trend(float(intercept), float(intercept + slope * (count - 1)))
+        return 0.0
+    tau = kendalltau(np.arange(count), medians)
+    is_significant = abs(tau.statistic) >= th.TREND_TAU and tau.pvalue <= th.TREND_P
+    return float(tau.statistic) if is_significant else 0.0
 
 
 def rises(table: Table, key: str) -> bool:
     """Whether the metric rises; for the spread within groups, whether it falls, as more groups are equal."""
     found = trend(table.series(key))
-    return found is not None and found.rises != (key == th.GROUP_STD)
+    return found < 0.0 if key == th.GROUP_STD else found > 0.0
 
 
 class Change(NamedTuple):

@@ -9,7 +9,9 @@ from __future__ import annotations
 
 import importlib
 import importlib.util
+import json
 import os
+import shutil
 import sys
 from collections.abc import Callable, Iterable, Iterator
 from functools import partial, wraps
@@ -17,6 +19,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, NotRequired, TypedDict, Unpack
 
 import torch
+from safetensors import safe_open
 
 from rlctl.engine.varlen import NAME, refuse_varlen, register
 from rlctl.errors import EnvironmentFailure, UsageError
@@ -30,6 +33,9 @@ if TYPE_CHECKING:
 
 #: Files that define how images, videos or audio become tokens.
 _PROCESSOR_FILES = ("processor_config.json", "preprocessor_config.json", "video_preprocessor_config.json")
+_WEIGHTS = "model.safetensors"
+#: Bytes of weights that a rank holds before the next one shares the export: small models are one file.
+SHARE_BYTES = 2**30
 _LIGER = "model.use_liger"
 _ROTARY = "apply_rotary_pos_emb"
 
@@ -217,21 +223,68 @@ def _check_embeddings(model: Any, tokenizer: Any, where: str, fix: str) -> None:
 
 
 def export(model: Any, weights: Iterator[tuple[str, Tensor]], ranks: Ranks, directory: Path) -> None:
-    """Writes config and weights as a plain Hugging Face directory (all ranks; rank 0 writes).
+    """Writes config and weights as a plain Hugging Face directory (all ranks).
+
+    Each rank holds and saves a part of a large model; then the files of all ranks become those of one model.
 
     Args:
         weights: of the model, in full; reading them may be a collective, so all ranks iterate.
     """
-    full = {name: tensor.cpu() for name, tensor in weights if ranks.is_main}
-    if ranks.is_main:
+    # Weights in memory that are one weight in the files must be saved together, so by one rank.
+    conversions = getattr(model, "_weight_conversions", None) or ()
+    is_joined = any(len(each.target_patterns) > 1 for each in conversions)
+    sizes = [0] * (1 if is_joined else ranks.world_size)
+    own: dict[str, Tensor] = {}
+    for name, tensor in weights:
+        open_files = sizes[: 1 + sum(sizes) // SHARE_BYTES]
+        owner = open_files.index(min(open_files))
+        sizes[owner] += tensor.nbytes
+        if owner == ranks.rank:
+            own[name] = tensor.cpu()
+    part = directory / f"rank-{ranks.rank}"
+    if own:
         generation = model.generation_config
         # transformers refuses to save some that it loads, such as a temperature without `do_sample`.
         model.generation_config = type(generation)()
-        model.save_pretrained(directory, state_dict=full)
+        model.should_save_on_this_rank = lambda _: True  # not only on rank 0
+        model.save_pretrained(part, state_dict=own)
+        del model.should_save_on_this_rank
         model.generation_config = generation
-        generation.to_json_file(directory / "generation_config.json")
+    files: Iterator[tuple[Path, Any]] = (
+        (path, safe_open(path, "pt")) for path in sorted(part.glob("*.safetensors"))
+    )
+    saved = [(path, list(file.keys())) for path, file in files]
+    everyones = ranks.exchange(saved)
+    if ranks.is_main:
+        _join_parts(part, everyones, {"total_size": sum(sizes)}, directory)
+        model.generation_config.to_json_file(directory / "generation_config.json")
         for name, content in getattr(model, "processor_files", {}).items():
             (directory / name).write_bytes(content)
+    ranks.barrier()
+
+
+def _join_parts(
+    main: Path, saved: list[tuple[Path, list[str]]], metadata: dict[str, int], directory: Path
+) -> None:
+    """Moves the files of the main rank's part and the weights of all parts, as `save_pretrained` names them.
+
+    Args:
+        saved: files of weights of all ranks, and the names of the weights in each.
+    """
+    files: dict[str, str] = {}
+    for number, (path, names) in enumerate(saved, 1):
+        file = f"model-{number:05d}-of-{len(saved):05d}.safetensors" if len(saved) > 1 else _WEIGHTS
+        path.rename(directory / file)
+        files |= dict.fromkeys(names, file)
+    if len(saved) > 1:
+        index = {"metadata": metadata, "weight_map": files}
+        text = json.dumps(index, indent=2, sort_keys=True) + "\n"
+        (directory / f"{_WEIGHTS}.index.json").write_text(text)
+    for path in main.iterdir():
+        if ".safetensors" not in path.name:
+            path.rename(directory / path.name)
+    for part in {main, *(path.parent for path, _ in saved)}:
+        shutil.rmtree(part)
 
 
 def refuse_liger_here() -> None:

@@ -58,8 +58,9 @@ class LocalModel:
 
     def __init__(self, plan: Plan) -> None:
         self._request, target, spec = plan.request, plan.target, plan.target.spec
+        given = spec or RunSpec(engine=EngineSpec(dtype=native_dtype()[0]))
         self._spec = spec_outside_training(
-            spec or RunSpec(engine=EngineSpec(dtype=native_dtype()[0])),
+            given.model_copy(update={"environment": plan.environment}),
             plan.engine,
             max_num_seqs=self._request.batch_size,
         )

@@ -20,6 +20,7 @@ from rlctl.prepare.hub import local_files
 from rlctl.prepare.recipes import Recipe
 from rlctl.rollout.engines import chosen_engine
 from rlctl.rollout.protocol import Sampling
+from rlctl.spec.environment import EnvironmentSpec
 from rlctl.spec.load import LEFT_TO_THE_USER, RUN_SPEC_FILE, load_spec, recorded_spec
 from rlctl.spec.rollout import DataSpec, OverlongSpec, RewardSpec
 from rlctl.spec.run_spec import RunSpec
@@ -54,6 +55,8 @@ class EvaluateRequest:
     #: name of a grader, `file.py:function`, or a YAML file with the section `reward`; None: the reward of the
     #: run, or a grader by data source if there is no run or the data includes a benchmark
     reward: str | None = None
+    #: name of an environment, `file.py:Class`, or a YAML file with the section `environment`; None: the run's
+    environment: str | None = None
     #: rollout engine, as `rollout.name` of a spec; None: that of the run, else `hf`
     engine: str | None = None
     fresh: bool = False  # replace stored responses
@@ -86,6 +89,7 @@ class Plan:
     target: Target  # the model
     engine: str  # the rollout engine
     reward: RewardSpec  # grades the responses
+    environment: EnvironmentSpec  # in which episodes are sampled
     questions: Questions  # truncated to the limit of the request
 
 
@@ -102,6 +106,7 @@ def check_request(request: EvaluateRequest) -> Plan:
     if request.out:
         check_vacant(request.out)
     chosen_reward(RewardSpec(), request.reward)
+    chosen_environment(EnvironmentSpec(), request.environment)
     target = find_target(request.model_or_run, request.data)
     questions = load_questions(
         request.data or target.data_files,
@@ -119,9 +124,11 @@ def check_request(request: EvaluateRequest) -> Plan:
         questions = replace(questions, rows=first)
     own = RewardSpec() if target.spec is None or questions.benchmarks else target.spec.reward
     reward = chosen_reward(own, request.reward)
+    around = EnvironmentSpec() if target.spec is None else target.spec.environment
+    environment = chosen_environment(around, request.environment)
     lengths(request, target, _context_in(config_directory(target.model_path)))
     engine = chosen_engine(target.spec, request.engine, "--engine")
-    return Plan(request, ks, target, engine, reward, questions)
+    return Plan(request, ks, target, engine, reward, environment, questions)
 
 
 def find_target(model_or_run: str, data_files: list[str]) -> Target:
@@ -178,6 +185,30 @@ def checked_ks(ks: Sequence[int] | None, n: int) -> list[int]:
                 fix=f"sample more with --n {k}, or request a smaller k" if k > 1 else "k is 1 or more",
             )
     return sorted(set(ks))
+
+
+def chosen_environment(own: EnvironmentSpec, name: str | None) -> EnvironmentSpec:
+    """The environment in which episodes are sampled.
+
+    Args:
+        own: that of the run; its limits stay.
+        name: an environment, `file.py:Class`, or a YAML file with the section `environment`, to use instead.
+
+    Raises:
+        UsageError: there is no such environment.
+        SpecError: the YAML file is not a valid spec.
+    """
+    if name is None:
+        return own
+    if name.endswith((".yaml", ".yml")):
+        return load_spec(files=[Path(name)], left_open=LEFT_TO_THE_USER).spec.environment
+    params = own.params if absolute_name(name) == absolute_name(own.name) else {}
+    try:
+        values = {"name": absolute_name(name), "params": params, "others": []}
+        return EnvironmentSpec.model_validate(own.model_dump() | values)
+    except ValidationError as error:
+        reason = error.errors()[0]["msg"].removeprefix("Value error, ")
+        raise UsageError(f"no such environment: {name}", where="--environment", fix=reason) from error
 
 
 def chosen_reward(own: RewardSpec, name: str | None) -> RewardSpec:

@@ -14,12 +14,11 @@ from rlctl.mismatch.variants import (
     NO_TEMPLATE,
     OWN,
     Cut,
-    Factor,
     SamplingSettings,
+    ScoringVariant,
     first_difference,
 )
 
-_SAME_PRECISION = "use one precision on both sides"
 _DTYPES = {"torch.float32": "fp32", "torch.bfloat16": "bf16"}
 _CUT_OFF = {"top_p": "rollout.top_p=1", "top_k": "rollout.top_k=-1", "min_p": "rollout.min_p=0"}
 _EXPLICIT = (
@@ -54,10 +53,11 @@ def causes(found: Examination) -> list[Cause]:
         if taken.factor == "sampling":
             everything += _sampling(found, taken)
         else:
-            cause = _described(found, taken.factor, str(getattr(taken.after, taken.factor)))
+            describe = _prompt if taken.factor == "prompt" else _shift
+            cause = describe(found, taken.after)
             before, after = found.scorer.gap(taken.before), found.scorer.gap(taken.after)
             everything.append(replace(cause, before=before, after=after))
-    everything = list(_in_one_precision(found, everything))
+    everything += _dtype(found)
     scale = found.start.abs_mean or 1.0
     for place, cause in enumerate(everything):
         if cause.before and cause.after:
@@ -66,32 +66,16 @@ def causes(found: Examination) -> list[Cause]:
     return everything
 
 
-def _described(found: Examination, factor: Factor, value: str) -> Cause:
-    """The cause for a factor other than `sampling`."""
-    if factor == "prompt":
-        return _prompt(found, value)
-    own = _DTYPES.get(str(found.scorer.model.dtype), "")
-    whose = "following" if value == "1" else "preceding"
-    computes = "has weights rounded to bf16" if value == "bf16 weights" else f"computes in {value}"
-    in_own = (f"rollout.dtype={own}", f"engine.dtype={value}")
-    described: dict[Factor, Cause] = {
-        "shift": Cause(
-            "shifted log-probs",
-            f"each log-prob reported is that of the {whose} token",
-            "log-prob t must be that of response token t; logits at a position predict the next one",
-        ),
-        "dtype": Cause(
-            "dtype",
-            f"the engine {computes}, the trainer in {own}",
-            _SAME_PRECISION,
-            in_own if value in _DTYPES.values() else in_own[:1],
-        ),
-    }
-    return described[factor]
+def _shift(found: Examination, after: ScoringVariant) -> Cause:
+    whose = "following" if after.shift == 1 else "preceding"
+    what = f"each log-prob reported is that of the {whose} token"
+    fix = "log-prob t must be that of response token t; logits at a position predict the next one"
+    return Cause("shifted log-probs", what, fix)
 
 
-def _prompt(found: Examination, value: str) -> Cause:
+def _prompt(found: Examination, after: ScoringVariant) -> Cause:
     sides, prompts = found.sides, found.scorer.prompts
+    value = after.prompt
     where = first_difference(prompts[OWN], prompts[value], sides.tokenizer)
     hidden = "" if value == ENGINE else ", although it was given others"
     theirs = sides.engine_tokenizer or sides.tokenizer
@@ -139,18 +123,15 @@ def _spec(cut: Cut) -> tuple[str, ...]:
     return (_CUT_OFF[cut.kind],) if cut.kind in _CUT_OFF else ()
 
 
-def _in_one_precision(found: Examination, others: list[Cause]) -> Iterator[Cause]:
-    """The causes with the gap that the engine has in the trainer's precision, if that closes the gap."""
-    precise = found.same_precision
-    if precise is None:
-        yield from others
+def _dtype(found: Examination) -> Iterator[Cause]:
+    """The engine's precision, if the same engine in the trainer's closes the gap."""
+    if found.same_precision is None:
         return
-    yield from (cause for cause in others if cause.name != "dtype")
-    own = _DTYPES[str(found.scorer.model.dtype)]
-    what = f"the engine's precision: in {own}, as the trainer, the same engine has a smaller gap"
-    imitated = next((cause for cause in others if cause.name == "dtype"), None)
-    cause = imitated or Cause("dtype", what, _SAME_PRECISION, (f"rollout.dtype={own}",), found.left)
-    yield replace(cause, after=precise)
+    theirs, own = found.sides.dtype, _DTYPES[str(found.scorer.model.dtype)]
+    what = f"the engine computes in {theirs}, the trainer in {own}"
+    spec = [f"rollout.dtype={own}", *([f"engine.dtype={theirs}"] if theirs in _DTYPES.values() else [])]
+    fix = "use one precision on both sides"
+    yield Cause("dtype", what, fix, tuple(spec), found.left, found.same_precision)
 
 
 def open_questions(found: Examination) -> list[str]:
@@ -171,9 +152,8 @@ def remainder(found: Examination) -> str | None:
     left = found.same_precision or found.left
     if left.agrees or left.abs_mean <= 0.1 * found.start.abs_mean:
         return None
-    start, own = found.explanation.start, _DTYPES.get(str(found.scorer.model.dtype))
-    rounding = found.scorer.effect(start, start.changed("dtype", "fp32" if own == "bf16" else "bf16"))
+    rounding = found.scorer.rounding(found.explanation.start)
     size = f"a mean |log-ratio| of {left.abs_mean:.2g} is not explained"
     if left.abs_mean <= 2.0 * rounding:
-        return f"{size}, as large as rounding differences ({rounding:.2g}): the two kernels round differently"
+        return f"{size}, as large as rounding differences ({rounding:.2g}): another precision or kernel"
     return f"{size}, larger than rounding differences ({rounding:.2g}): other weights, or other model code"

@@ -161,7 +161,5 @@ class WeightsScorer:
 
 
 def _on(inputs: ModelInputs, device: Any) -> ModelInputs:
-    moved = {name: getattr(inputs, name).to(device) for name in ("token_ids", "scored", "lengths")}
-    lists = inputs.kept
-    kept = None if lists is None else TokenLists(lists.counts.to(device), lists.ids.to(device))
-    return ModelInputs(**moved, kept=kept)
+    kept = None if inputs.kept is None else inputs.kept.to(device)
+    return ModelInputs(inputs.token_ids.to(device), inputs.scored.to(device), inputs.lengths.to(device), kept)

@@ -10,7 +10,7 @@ Engine and trainer have the same weights here: `rlctl train --prove-sync` tests 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Any
 
 from rlctl.batch import Task, TokenBatch
@@ -20,7 +20,6 @@ from rlctl.environment.single_turn import sample_episodes
 from rlctl.mismatch.score import EngineSample, Gap, GapPart, VariantScorer
 from rlctl.mismatch.search import Explanation, Search
 from rlctl.mismatch.variants import (
-    OWN,
     Cut,
     SamplingSettings,
     TokenIds,
@@ -48,6 +47,7 @@ class Sides:
     exact_sampling: bool = False  # the trainer scores the truncated distribution, as requested
     n: int = 4  # responses per prompt
     seed: int = 1  # of sampling
+    dtype: str = "fp32"  # the engine's precision
     #: stops the engine and returns one in the trainer's precision; None: the engine already has it, or no
     #: other engine is available
     same_precision: Callable[[], ResponseSampler] | None = None
@@ -95,7 +95,7 @@ def examine(sides: Sides) -> Examination:
     explanation = Search(scorer, sides.asked, sides.exact_sampling).explain()
     variant, precise = explanation.variant, None
     if not scorer.gap(variant).agrees and sides.same_precision is not None:
-        other = trial.sampled(sides.same_precision()).gap(replace(variant, dtype=OWN))
+        other = trial.sampled(sides.same_precision()).gap(variant)
         precise = other if other.abs_mean <= _CLOSED * scorer.gap(variant).abs_mean else None
     start, parts = scorer.gap(explanation.start), scorer.parts(explanation.start)
     return Examination(sides, scorer, explanation, start, parts, precise)

@@ -159,6 +159,7 @@ def run_preflight(request: MismatchRequest) -> MismatchReport:
             engine_tokenizer=engine_tokenizer,
             template_kwargs=template_kwargs,
             seed=request.seed,
+            dtype=dtype,
             same_precision=None if dtype == trainer.dtype else partial(start, running, trainer.dtype),
         )
         found = examine(sides)

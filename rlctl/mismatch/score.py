@@ -17,14 +17,11 @@ from rlctl.algos.rules import LOG_RATIO_CLAMP, CorrectionRules, WeightRule
 from rlctl.algos.segments import Segments, Units, to_host
 from rlctl.batch import ModelInputs
 from rlctl.engine.log_probs import PolicyModule
-from rlctl.errors import RunFailure, first_line
 from rlctl.mismatch.settings_fit import RankedLogits, fit_reported
-from rlctl.mismatch.variants import AGREE, OWN, Cut, SamplingSettings, ScoringVariant, TokenIds
+from rlctl.mismatch.variants import AGREE, Cut, SamplingSettings, ScoringVariant, TokenIds
 from rlctl.rollout.hf import into_precision
 from rlctl.spec.memory import MAX_LOGITS
 
-#: `bf16 weights`: weights rounded to bfloat16, arithmetic as in the trainer.
-DTYPES = ("bf16", "bf16 weights", "int8", "fp32")
 #: Maximum number of tokens to which settings are fitted.
 _FITTED_TOKENS = 512
 _TOKENS, _SEQUENCES = (CorrectionRules(WeightRule(level)) for level in ("token", "sequence"))
@@ -131,17 +128,12 @@ class VariantScorer:
     prompts: Mapping[str, TokenIds]  # renderings by name, each (R) token ids
 
     def __post_init__(self) -> None:
-        self._own = PolicyModule(self.model, 1.0)
-        self._changed: tuple[str, PolicyModule] | None = None
+        self._policy = PolicyModule(self.model, 1.0)
         self._scores: dict[ScoringVariant, Tensor] = {}
         self._fits: dict[ScoringVariant, SamplingSettings] = {}
 
     def gap(self, variant: ScoringVariant) -> Gap:
-        """The gap between engine and trainer if the trainer scores under this variant.
-
-        Raises:
-            RunFailure: the model cannot be run under this variant; contains the reason.
-        """
+        """The gap between engine and trainer if the trainer scores under this variant."""
         return measure(*self._compared(variant))
 
     def parts(self, variant: ScoringVariant) -> tuple[GapPart, ...]:
@@ -152,27 +144,21 @@ class VariantScorer:
         reported, has_one = self.sample.shifted(variant.shift)
         return self.log_probs(variant)[has_one], reported[has_one], self.sample.unit.kept(has_one)
 
-    def effect(self, variant: ScoringVariant, other: ScoringVariant) -> float:
-        """Mean |difference| of the trainer's own log-probs between two variants, nats per token."""
-        return float((self.log_probs(variant) - self.log_probs(other)).abs().mean())
+    def rounding(self, variant: ScoringVariant) -> float:
+        """Mean |difference| of the trainer's log-probs in float32 to those in bfloat16, nats per token."""
+        other = copy.deepcopy(self.model)
+        into_precision(other, "fp32" if other.dtype == torch.bfloat16 else "bf16")
+        rounded = VariantScorer(other, self.sample, self.prompts).log_probs(variant)
+        return float((self.log_probs(variant) - rounded).abs().mean())
 
     @torch.no_grad()
     def log_probs(self, variant: ScoringVariant) -> Tensor:
-        """(M,) float32 of the engine's tokens.
-
-        Raises:
-            RunFailure: the model cannot be run under this variant; contains the reason.
-        """
+        """(M,) float32 of the engine's tokens."""
         variant = replace(variant, shift=0)  # affects the reported values, not the model
         if variant not in self._scores:
             found = torch.zeros_like(self.sample.reported)
-            try:
-                policy = self._policy(variant)
-                for wanted in self._pieces(variant):
-                    found[wanted] = self._scored(policy, variant, wanted)
-            except (RuntimeError, ValueError, ImportError, KeyError) as error:  # no such kernel, no memory
-                reason = first_line(error)
-                raise RunFailure(f"the model cannot run with this setting: {reason}") from error
+            for wanted in self._pieces(variant):
+                found[wanted] = self._scored(variant, wanted)
             self._scores[variant] = found
         return self._scores[variant]
 
@@ -190,17 +176,17 @@ class VariantScorer:
         most = min(_FITTED_TOKENS, max(MAX_LOGITS // self._vocabulary, 1))
         wanted = torch.zeros_like(has_one)
         wanted[places[:: max(-(-len(places) // most), 1)]] = True
-        logits = self._policy(variant).logits(self._inputs(variant, wanted))
+        logits = self._policy.logits(self._inputs(variant, wanted))
         return RankedLogits(logits, self.sample.tokens[wanted], [asked]), reported[wanted]
 
-    def _scored(self, policy: PolicyModule, variant: ScoringVariant, wanted: Tensor) -> Tensor:
+    def _scored(self, variant: ScoringVariant, wanted: Tensor) -> Tensor:
         """Log-probs of these tokens: with the code that training uses, or from full logits if truncated."""
         inputs, sampling = self._inputs(variant, wanted), variant.sampling
         if sampling.cut.kind == "none":
-            policy.head.temperature = sampling.temperature
-            log_probs: Tensor = policy(inputs)[0]
+            self._policy.head.temperature = sampling.temperature
+            log_probs: Tensor = self._policy(inputs)[0]
             return log_probs
-        ranked = RankedLogits(policy.logits(inputs), self.sample.tokens[wanted], [sampling.cut])
+        ranked = RankedLogits(self._policy.logits(inputs), self.sample.tokens[wanted], [sampling.cut])
         return ranked.log_probs(sampling)
 
     def _inputs(self, variant: ScoringVariant, wanted: Tensor) -> ModelInputs:
@@ -224,19 +210,3 @@ class VariantScorer:
     @property
     def _vocabulary(self) -> int:
         return int(self.model.config.get_text_config().vocab_size)
-
-    def _policy(self, variant: ScoringVariant) -> PolicyModule:
-        """The trainer's model, or a changed copy (the last one is cached)."""
-        if variant.dtype == OWN:
-            return self._own
-        if self._changed is None or self._changed[0] != variant.dtype:
-            self._changed = None  # freed before the next copy is allocated
-            policy = copy.deepcopy(self._own)
-            if variant.dtype == "bf16 weights":
-                own = next(policy.model.parameters()).dtype
-                into_precision(policy.model, "bf16")
-                policy.model.to(own)
-            else:
-                into_precision(policy.model, cast(Literal["fp32", "bf16", "int8"], variant.dtype))
-            self._changed = (variant.dtype, policy)
-        return self._changed[1]

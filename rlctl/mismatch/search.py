@@ -6,15 +6,11 @@ changes that the others make unnecessary are removed.
 
 from __future__ import annotations
 
-import math
-from collections.abc import Iterator
-from dataclasses import dataclass, replace
-from typing import get_args
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, get_args
 
-import torch
-
-from rlctl.errors import RunFailure
-from rlctl.mismatch.score import DTYPES, VariantScorer
+from rlctl.mismatch.score import VariantScorer
 from rlctl.mismatch.variants import AGREE, OWN, Factor, SamplingSettings, ScoringVariant
 
 FACTORS: tuple[Factor, ...] = get_args(Factor)
@@ -79,16 +75,14 @@ class Search:
             variant = better
         return variant
 
-    def _changes(self, base: ScoringVariant, factor: Factor) -> Iterator[ScoringVariant]:
+    def _changes(self, base: ScoringVariant, factor: Factor) -> list[ScoringVariant]:
         """Variants that differ from `base` in this factor and might explain the remaining gap."""
+        values: Sequence[Any] = (1, -1)
         if factor == "sampling":
-            fitted = replace(base, sampling=self._scorer.fitted(base, self._asked))
-            if fitted != base:
-                yield fitted
-            return
-        for value in _values(self._scorer, factor):
-            if value != getattr(base, factor):
-                yield base.changed(factor, value)
+            values = [self._scorer.fitted(base, self._asked)]
+        elif factor == "prompt":
+            values = [name for name in self._scorer.prompts if name != OWN]
+        return [base.changed(factor, value) for value in values if value != getattr(base, factor)]
 
     def _best(self, base: ScoringVariant, others: list[ScoringVariant]) -> ScoringVariant | None:
         """The variant with the smallest gap, if it is materially smaller; among similar ones the first."""
@@ -100,11 +94,8 @@ class Search:
         return next(other for gap, other in left if gap <= smallest * _SLACK + AGREE / 10)
 
     def _left(self, variant: ScoringVariant) -> float:
-        """Mean |log-ratio| under a variant; infinite if the model cannot be run under it."""
-        try:
-            return self._scorer.gap(variant).abs_mean
-        except RunFailure:
-            return math.inf
+        """Mean |log-ratio| under a variant."""
+        return self._scorer.gap(variant).abs_mean
 
     def _pruned(self, variant: ScoringVariant) -> ScoringVariant:
         """Backward search: removes changes that the others make unnecessary, fitted and fine ones first."""
@@ -126,14 +117,3 @@ class Search:
             taken.append(Taken(factor, now, after))
             now = after
         return tuple(taken)
-
-
-def _values(scorer: VariantScorer, factor: Factor) -> tuple[str | int, ...]:
-    """Values of a factor other than the trainer's own."""
-    if factor == "prompt":
-        return tuple(name for name in scorer.prompts if name != OWN)
-    if factor == "shift":
-        return (1, -1)
-    own = next(scorer.model.parameters()).dtype
-    same = {torch.float32: {"fp32"}, torch.bfloat16: {"bf16", "bf16 weights"}}.get(own, set())
-    return tuple(name for name in DTYPES if name not in same)

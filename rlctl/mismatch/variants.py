@@ -19,7 +19,7 @@ OWN = "trainer"
 
 #: Factors in which the two sides may differ. Among changes that explain the same amount, the first is
 #: reported: coarse factors come first, the fitted one last.
-Factor = Literal["prompt", "shift", "dtype", "sampling"]
+Factor = Literal["prompt", "shift", "sampling"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,11 +51,6 @@ class SamplingSettings:
         cut = "" if self.cut.kind == "none" else f", {self.cut}"
         return f"temperature {self.temperature:.3g}{cut}"
 
-    def is_like(self, other: SamplingSettings) -> bool:
-        """Whether both are equal within the precision of an estimate from samples."""
-        near = abs(self.temperature / other.temperature - 1.0) <= 0.03
-        return near and self.cut.is_like(other.cut)
-
 
 @dataclass(frozen=True, slots=True)
 class ScoringVariant:
@@ -64,7 +59,6 @@ class ScoringVariant:
     sampling: SamplingSettings  # distribution of the log-probs
     prompt: str = OWN  # rendering of the prompts
     shift: int = 0  # reported log-prob t belongs to response token t + shift
-    dtype: str = OWN  # precision of the model
 
     def changed(self, factor: Factor, value: Any) -> ScoringVariant:
         """This variant with one factor changed."""

@@ -7,9 +7,8 @@ log-probs that the engine recorded, up to precision: a gap at the floor, the sma
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -139,20 +138,20 @@ def judged(groups: Sequence[SampledTokens], weights: Sequence[Kept]) -> WhoSampl
     recorded = [fits(group, group.recorded) for group in telling]
     decided = [found for found in recorded if found is not None]
     lags = {group.recorded - version for group in telling for version in places if version < group.recorded}
-    tried: list[tuple[str, int, Callable[[SampledTokens], int | None]]] = []
+    tried: dict[tuple[str, int], list[int | None]] = {}  # fault and its number → version by group
     if base is not None:
-        tried.append(("base", 0, lambda group: None))
-    tried += [("constant", version, partial(_constant, version)) for version in sorted(places)]
-    tried += [("late", lag, partial(_late, lag)) for lag in sorted(lags)]
+        tried["base", 0] = [None] * len(telling)
+    tried |= {("constant", version): [version] * len(telling) for version in sorted(places)}
+    tried |= {("late", lag): [max(group.recorded - lag, 0) for group in telling] for lag in sorted(lags)}
     best: tuple[str, int] | None = None
     most = 0
-    for kind, number, sampler in tried:
-        found = [fits(group, sampler(group)) for group in telling]
+    for cause, versions in tried.items():
+        found = [fits(group, version) for group, version in zip(telling, versions, strict=True)]
         new = sum(a is True and b is not True for a, b in zip(found, recorded, strict=True))
         refuted = sum(b is False and a is not False for a, b in zip(found, recorded, strict=True))
         is_sure = found.count(True) >= _NAMED * (found.count(True) + found.count(False))
         if is_sure and refuted >= _REFUTED * len(decided) > 0 and new > most:
-            best, most = (kind, number), new
+            best, most = cause, new
     fault, what, fix = (
         None,
         "the kept weights are too similar, or too few, to tell which of them sampled",
@@ -181,15 +180,6 @@ def _named(kind: str, number: int, count: str, name: str) -> tuple[str, str, str
         return "never delivered", f"new weights were never delivered: {count} were sampled by {name}", fix
     what = f"{count} were sampled {number} updates later than recorded: with weights {number} updates older"
     return "late", what, f"wait for the end of each sync before sampling; {fix}"
-
-
-def _constant(version: int, group: SampledTokens) -> int:
-    del group
-    return version
-
-
-def _late(lag: int, group: SampledTokens) -> int:
-    return max(group.recorded - lag, 0)
 
 
 def _step(group: SampledTokens, weights: Sequence[Kept]) -> StepSampler:

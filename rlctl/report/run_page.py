@@ -10,7 +10,6 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from rlctl.diagnose.compare import shown
 from rlctl.diagnose.diagnosis_page import TEMPLATE, page_values
 from rlctl.diagnose.readers.detect import read_run
 from rlctl.diagnose.rule import examine, metrics_read
@@ -34,7 +33,6 @@ def run_page(runs: Sequence[Path]) -> str:
 
     Raises:
         UsageError: a path is not a run directory, or the run has logged nothing.
-        EnvironmentFailure: plotly is not installed.
     """
     records = [open_run(path) for path in runs]
     wanted = metrics_read(with_others=True)
@@ -93,11 +91,18 @@ def spec_rows(record: RunRecord) -> tuple[str, list[tuple[str, str, str]]]:
     except RlctlError:  # preset files were removed
         before, than = unchecked().spec, "the defaults"
     rows = [
-        (key, visible(shown(old)), visible(shown(new)))
+        (key, _shown(old), _shown(new))
         for key, (old, new) in changes(before, spec).items()
         if key != "trainer.run_dir"
     ]
     return than, rows
+
+
+def _shown(value: Any) -> str:
+    """A spec value in YAML notation; `—` for null."""
+    if value is None:
+        return "—"
+    return visible(str(value).lower() if isinstance(value, bool) else str(value))
 
 
 def validation_rows(rows: Sequence[Mapping[str, Any]]) -> list[tuple[str, list[str]]]:

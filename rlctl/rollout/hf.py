@@ -201,7 +201,7 @@ def _in_columns(
     common = ((padded[1:] == padded[:-1]) & (padded[1:] >= 0)).long().cumprod(1).sum(1)
     # with the row before; every row goes on with a token of its own
     common = functional.pad(common, (1, 0)).minimum(lengths - 1).minimum(lengths.roll(1) - 1)
-    for least in common[common > 0].unique().tolist() if shares else ():
+    for least in sorted({*common.tolist()} - {0}) if shares else ():
         is_new = common < least
         runs = Segments.of_index(is_new.cumsum(0) - 1, int(is_new.sum()))
         shared = -runs.max(-torch.where(is_new, lengths - 1, common)).long()

@@ -216,7 +216,8 @@ class TrainedVLLMRollout(VLLMRollout):
                     self._reload(policy.weights(merged=self._adapters is None))
                 if self._adapters is not None:
                     self._adopt(policy.adapter(), self._adapters)
-                self._llm.reset_prefix_cache()
+                if self._llm.reset_prefix_cache() is False:
+                    raise RunFailure("vLLM kept cached blocks of older weights", where="engine vllm")
         except RlctlError:
             raise
         except Exception as error:

@@ -421,7 +421,7 @@ class VLLMServerRollout(CompletionRollout):
             reload = {"method": "reload_weights", "kwargs": {"weights_path": newest.weights}}
             await self._send(client, url, "/collective_rpc", reload)
         if not self._in_flight:
-            await self._send(client, url, "/reset_prefix_cache", {})
+            await self._reset_cache(client, url)
         if newest.adapter:
             await self._adapt(client, url, newest.adapter)
         if has_last:
@@ -429,6 +429,23 @@ class VLLMServerRollout(CompletionRollout):
         await self._send(client, url, "/update_weight_version", {"new_version": newest.tag})
         if self._in_flight:
             await self._send(client, url, "/resume", {})
+
+    async def _reset_cache(self, client: httpx.AsyncClient, url: str) -> None:
+        """Drops what older weights computed; a server refuses that while open requests use it.
+
+        Raises:
+            RunFailure: it still refuses after `_SYNC_S`.
+        """
+        deadline = time.monotonic() + _SYNC_S
+        while (answer := await self._send(client, url, "/reset_prefix_cache", {})).content:
+            if answer.json().get("success", True):
+                return
+            if time.monotonic() > deadline:
+                what = (
+                    f"the server kept cached blocks of older weights: requests used them for {_SYNC_S:.0f} s"
+                )
+                raise RunFailure(what, where=url, fix="let no other client send requests to it")
+            await asyncio.sleep(_RETRY_S)
 
     async def _pause(self, client: httpx.AsyncClient, url: str) -> None:
         """Open requests wait for `/resume`; with `recompute` new weights then read them again."""

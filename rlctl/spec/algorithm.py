@@ -155,7 +155,8 @@ class AlgorithmSpec(Section):
     use_kl_in_reward: bool = False
     """Subtract kl_coef × KL to the reference policy from the reward of every token."""
     kl_penalty: Annotated[str, Registered(KL_ESTIMATORS, without="rollout_log_probs"), KLNames] = "k1"
-    """Estimator of the KL in the reward: k1 = log π − log π_ref, k2 = ½ k1², k3 = π_ref/π − 1 + k1."""
+    """Estimator of the KL in the reward: k1 = log π − log π_ref, k2 = ½ k1², k3 = π_ref/π − 1 + k1. Only k1
+    has the gradient of the KL there."""
     kl_ctrl: KLCtrlSpec = KLCtrlSpec()
     teacher: TeacherSpec = TeacherSpec()
     filter_groups: FilterGroupsSpec = FilterGroupsSpec()

@@ -134,7 +134,13 @@ def kl_is_consistent(spec: RunSpec) -> Problems:
         what = (
             f"{spec.algorithm.kl_penalty} is a loss: its gradient passes through the ratio, a reward has none"
         )
-        yield error("algorithm.kl_penalty", what, "use k1, k2 or k3")
+        yield error("algorithm.kl_penalty", what, "use k1")
+    if in_reward and spec.algorithm.kl_penalty in {"k2", "k3"}:
+        what = (
+            f"in the reward, {spec.algorithm.kl_penalty} does not have the KL's gradient on average: "
+            "near the reference it hardly holds the policy there, and not in the direction of the KL"
+        )
+        yield warning("algorithm.kl_penalty", what, "use k1")
     if in_loss and spec.actor.kl_loss_type == "k1":
         what = "as a loss, k1 has a gradient of zero on average: it adds noise and does not bound the KL"
         yield warning("actor.kl_loss_type", what, "use k2, k3, unbiased or sequence")

@@ -110,7 +110,8 @@ class Placement:
         if on_gpu:
             at_once = whole if self._reads_whole else self._largest_weights
             yield MemoryPart("weights in transfer", ranks * at_once, (_LOADING,))
-        yield MemoryPart("export of a checkpoint", whole, (_SAVING,))
+        # The ranks together hold all weights.
+        yield MemoryPart("export of a checkpoint", whole / spec.trainer.nnodes, (_SAVING,))
         if on_gpu and spec.engine.offload != "none":
             read = self.size.num_trainable or parameters
             yield from self._offloaded(parameters, adapter_parameters(spec, self.size) or read, "")
@@ -148,8 +149,14 @@ class Placement:
 
     @property
     def _reads_whole(self) -> bool:
-        """Whether every rank loads a whole model: below ZeRO-3, or because the rollout engine copies it."""
-        return self.stage < 3 or self.spec.rollout_engine.starts_with_policy
+        """Whether every rank has a whole model in its own memory: the rollout engine copies it.
+
+        Else files of weights are mapped: ranks share what they read, and the system may drop it. Experts that
+        transformers joins as it reads them are copies, unless ZeRO-3 partitions each.
+        """
+        shape = self.size.shape
+        joins = self.spec.engine.zero_stage < 3 and (shape is None or shape.has_experts)
+        return joins or self.spec.rollout_engine.starts_with_policy
 
     @property
     def _largest_weights(self) -> float:

@@ -12,14 +12,13 @@ their forward passes need no backward pass.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, fields, replace
-from typing import Any
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
 
 from rlctl.algos.segments import Segments
-from rlctl.batch import LEVELS, ModelInputs, TokenBatch, TokenLists
+from rlctl.batch import ModelInputs, TokenBatch, TokenLists
 from rlctl.engine.layout import idle_inputs
 from rlctl.engine.ranks import Ranks
 
@@ -40,6 +39,12 @@ class Dealt:
     sampled: int
     sequences: int
     place: int  # index in its source's batch
+
+    def entries(self, level: str) -> int:
+        """Number of its entries in a column of a level, see `LEVELS`."""
+        return {"episode": 1, "sequence": self.sequences, "token": self.tokens, "sampled": self.sampled}[
+            level
+        ]
 
 
 def assigned(episodes: Sequence[Dealt], num_parts: int) -> list[int]:
@@ -109,49 +114,34 @@ def _described(batch: TokenBatch, rank: int, groups_per_mini: int) -> list[Dealt
 
 def _moved(batch: TokenBatch, ranks: Ranks, every: list[Dealt], takers: list[list[int]]) -> TokenBatch:
     """The episodes that arrive at this rank, in the order of their sources."""
-    of_mine = [
-        (one.place, where) for one, where in zip(every, takers, strict=True) if one.source == ranks.rank
-    ]
-    outgoing = [
-        batch.pick([place for place, where in of_mine if rank in where]) for rank in range(ranks.world_size)
-    ]
-    incoming = [
-        [
-            one
-            for one, where in zip(every, takers, strict=True)
-            if one.source == source and ranks.rank in where
-        ]
-        for source in range(ranks.world_size)
-    ]
-    sizes = {
-        "episode": [len(some) for some in incoming],
-        "sequence": [sum(one.sequences for one in some) for some in incoming],
-        "token": [sum(one.tokens for one in some) for some in incoming],
-        "sampled": [sum(one.sampled for one in some) for some in incoming],
-    }
+    dealt, world = list(zip(every, takers, strict=True)), range(ranks.world_size)
+    own = [(one, where) for one, where in dealt if one.source == ranks.rank]
+    outgoing = [[one for one, where in own if rank in where] for rank in world]
+    taken = [one for one, where in dealt if ranks.rank in where]
+    incoming = [[one for one in taken if one.source == rank] for rank in world]
 
-    def exchanged(parts: list[Tensor], of: str) -> list[Tensor]:
-        return ranks.all_to_all(parts, sizes[of])
+    def sizes(level: str) -> list[list[int]]:
+        """Entries of a column that leave for each rank, and that arrive from it."""
+        return [[sum(one.entries(level) for one in part) for part in parts] for parts in (outgoing, incoming)]
 
-    def lists(parts: list[TokenLists], of: str) -> TokenLists:
-        counts = exchanged([part.counts for part in parts], of)
-        totals = [int(count.sum()) for count in counts]
-        ids = ranks.all_to_all([part.ids for part in parts], totals)
-        log_probs = [part.log_probs for part in parts if part.log_probs is not None]
-        arrived = torch.cat(ranks.all_to_all(log_probs, totals)) if log_probs else None
-        return TokenLists(torch.cat(counts), torch.cat(ids), arrived)
+    def exchanged(values: Tensor, leaving: list[int], arriving: list[int]) -> Tensor:
+        return torch.cat(ranks.all_to_all(list(torch.split(values, leaving)), arriving))
 
-    columns: dict[str, Any] = {}
-    for part in fields(TokenBatch):
-        values, of = [getattr(one, part.name) for one in outgoing], LEVELS.get(part.name, "sampled")
-        if values[0] is None:
-            columns[part.name] = None
-        elif isinstance(values[0], TokenLists):
-            columns[part.name] = lists(values, of)
-        else:
-            columns[part.name] = torch.cat(exchanged(values, of))
-    counts = torch.tensor([one.sequences for some in incoming for one in some], dtype=torch.int64)
-    return replace(TokenBatch(**columns), owners=Segments(counts).index.to(batch.owners.device))
+    def moved(column: Tensor | TokenLists, level: str) -> Tensor | TokenLists:
+        leaving, arriving = sizes(level)
+        if isinstance(column, Tensor):
+            return exchanged(column, leaving, arriving)
+        counts = exchanged(column.counts, leaving, arriving)
+        totals = (
+            [int(part.sum()) for part in torch.split(column.counts, leaving)],
+            [int(part.sum()) for part in torch.split(counts, arriving)],
+        )
+        log_probs = None if column.log_probs is None else exchanged(column.log_probs, *totals)
+        return TokenLists(counts, exchanged(column.ids, *totals), log_probs)
+
+    found = batch.pick([one.place for part in outgoing for one in part]).mapped(moved)
+    counts = torch.tensor([one.sequences for one in taken], dtype=torch.int64)
+    return replace(found, owners=Segments(counts).index.to(batch.owners.device))
 
 
 # --- mini-batches and their forward passes ----------------------------------------------------------
@@ -194,12 +184,23 @@ def num_passes(num_parts: int, ranks: Ranks) -> int:
     return int(ranks.max(float(max(num_parts, 1))))
 
 
-def in_step(parts: Sequence[TokenBatch], ranks: Ranks) -> list[TokenBatch | None]:
-    """The parts, followed by None, an idle pass, until all ranks have the same number, at least one.
+def in_step(batch: TokenBatch, sequences: int, max_tokens: int | None, ranks: Ranks) -> list[TokenBatch]:
+    """The parts as batches, then empty ones until all ranks have the same number, at least one.
 
     Under ZeRO a forward or backward pass is a collective.
     """
-    return [*parts, *[None] * (num_passes(len(parts), ranks) - len(parts))]
+    parts = [batch.pick(episodes) for episodes in micro_batches(batch, sequences, max_tokens)]
+    return parts + [batch.pick([])] * (num_passes(len(parts), ranks) - len(parts))
+
+
+def inputs_of(part: TokenBatch) -> ModelInputs:
+    """The input of the pass over a part; over an empty one, an idle pass."""
+    return part.inputs if part.num_episodes else idle_inputs(part.token_ids.device)
+
+
+def output_of(model: Callable[[ModelInputs], Tensor], part: TokenBatch) -> Tensor:
+    """(m, …): the output of a pass for the m sampled tokens of a part; none for those of an idle pass."""
+    return model(inputs_of(part))[: len(part.turns)]
 
 
 @torch.no_grad()
@@ -211,8 +212,4 @@ def in_passes(
     ranks: Ranks,
 ) -> Tensor:
     """Outputs of `model` for all tokens, part by part, without gradient: (M, …) in the order of the batch."""
-    parts, found = micro_batches(batch, sequences, max_tokens), []
-    for part in in_step([batch.pick(episodes) for episodes in parts], ranks):
-        output = model(part.inputs if part else idle_inputs(batch.token_ids.device))
-        found.append(output if part else output[:0])
-    return torch.cat(found)
+    return torch.cat([output_of(model, part) for part in in_step(batch, sequences, max_tokens, ranks)])

@@ -248,34 +248,28 @@ class Guardrails:
         return self._tight if self.is_tight else self._loose
 
     def observe(
-        self,
-        step: int,
-        metrics: Mapping[str, float],
-        *,
-        num_planned: int,
-        decisions: Sequence[UpdateDecision],
-        lr_scale: float,
+        self, step: int, metrics: Mapping[str, float], decisions: Sequence[UpdateDecision], num_planned: int
     ) -> dict[str, float]:
         """Checks one batch and acts on the run.
 
         Args:
             metrics: metrics of the step, reduced over ranks.
-            num_planned: planned optimizer updates of the batch, withheld ones included.
             decisions: decisions on the updates that were checked.
-            lr_scale: learning-rate factor after these decisions.
+            num_planned: planned optimizer updates of the batch, withheld ones included.
 
         Returns:
             The step's `guardrails/*` metrics; empty if guardrails are off.
         """
         if self.spec.mode == "off":
             return {}
+        self.lr_scale = decisions[-1].next_scale if decisions else self.lr_scale
         own = {
             ALARMS: float(sum(decision.is_low or decision.has_drifted for decision in decisions)),
             INTERVENTIONS: float(sum(d.skip or d.lr_scale < 1.0 for d in decisions)) + self.is_tight,
             SKIPPED: float(sum(decision.skip for decision in decisions)),
             UPDATES: float(num_planned),
             TIGHTENED: float(self.is_tight),
-            LR_SCALE: lr_scale,
+            LR_SCALE: self.lr_scale,
         }
         decision = BatchDecision()
         if self._run.ranks.is_main:
@@ -290,7 +284,6 @@ class Guardrails:
             decision = decide_batch(observed, self.spec, can_tighten=self._can_tighten)
             own[ALARMS] += observed.tail_is_heavy
         self._act(decision)
-        self.lr_scale = lr_scale
         own[INTERVENTIONS] += bool(self._run.stopped_because)
         return own
 

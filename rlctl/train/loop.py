@@ -14,40 +14,29 @@ sampled ahead, the draws of dynamic sampling, and the log, which guardrails read
 
 from __future__ import annotations
 
-import math
 import resource
 from typing import TYPE_CHECKING
 
 import torch
 
-from rlctl.algos.segments import Moments
-from rlctl.errors import RunFailure
 from rlctl.train.guardrails import Guardrails
-from rlctl.train.ratio_parts import ENGINE, ratio_metrics, ratio_sums
 from rlctl.train.run import is_validation_due
-from rlctl.train.sample_and_grade import refuse_ungraded, sample_and_grade
-from rlctl.train.saving import Saver
+from rlctl.train.sample_and_grade import sample_and_grade
+from rlctl.train.saving import Saver, save_rollouts
 from rlctl.train.score_batch import score_batch, train_batch, with_advantages, with_penalties
 from rlctl.train.settings import (
-    CriticSettings,
     UpdateSettings,
     actor_schedule,
     critic_schedule,
     planned_updates,
 )
 from rlctl.train.step_metrics import (
+    ENGINE,
     Notices,
     StepTimer,
-    age_metrics,
-    age_sums,
-    batch_metrics,
-    environment_metrics,
-    environment_sums,
-    episode_sums,
+    metrics_of_episodes,
+    metrics_of_tokens,
     step_warnings,
-    token_sums,
-    turn_metrics,
-    turn_sums,
 )
 from rlctl.train.sync import sync_weights
 from rlctl.train.update import update
@@ -55,18 +44,15 @@ from rlctl.train.update_critic import update_critic
 from rlctl.train.validate import validate
 
 if TYPE_CHECKING:
-    from torch import Tensor
-
-    from rlctl.batch import Episode, TokenBatch
+    from rlctl.batch import TokenBatch
     from rlctl.engine.ranks import Ranks
-    from rlctl.reward.protocol import Graded
     from rlctl.train.run import Run
     from rlctl.train.update import Updated
 
 
 def train(run: Run) -> None:
     """Trains from `run.start_step` to `run.total_steps`, or until a stop is requested."""
-    spec, algorithm, of_critic = run.spec, run.spec.algorithm, CriticSettings.of(run.spec)
+    spec, algorithm = run.spec, run.spec.algorithm
     ranks = run.data_ranks
     guardrails, saver = Guardrails(run, UpdateSettings.of(spec)), Saver(run)
     lr_at, critic_lr_at = actor_schedule(spec, run.total_steps), critic_schedule(spec, run.total_steps)
@@ -81,18 +67,17 @@ def train(run: Run) -> None:
         hold = step <= spec.trainer.critic_warmup
         with timer("step"):
             graded = sample_and_grade(run, step, timer)
-            metrics = dict(graded.sampling_cost)
+            metrics = graded.sampling_cost | metrics_of_episodes(run, graded)
             batch = score_batch(run, train_batch(spec, run.ranks, graded, run.policy_version), timer)
             batch, steered, penalties = with_penalties(batch, algorithm, run.kl, ranks)
             run.kl = run.kl if hold else steered  # an unchanged policy gives no KL to adapt to
             metrics |= penalties
             with timer("adv"):
                 batch = with_advantages(batch, algorithm, ranks)
-            metrics |= describe_batch(run, batch, graded)
             if run.critic:
                 first = (step - 1) * spec.critic_updates_per_batch
                 with timer("update_critic"):
-                    metrics |= update_critic(batch, run.critic, ranks, of_critic, critic_lr_at, first)
+                    metrics |= update_critic(batch, run.critic, ranks, spec, critic_lr_at, first)
             with timer("update_actor"):
                 outcome = update(
                     batch,
@@ -107,10 +92,11 @@ def train(run: Run) -> None:
                 )
             run.policy_version += outcome.num_updates
             layouts.once(outcome.layout.partition(";")[0], outcome.layout)
-            metrics |= describe_turns(run, batch, outcome) | sync_weights(run, step, timer)
-            metrics |= describe_ratio(run, batch, outcome, metrics.get(ENGINE))
+            metrics |= sync_weights(run, step, timer)
+            log_probs, probed = outcome.seen.training_log_probs, metrics.get(ENGINE)
+            metrics |= metrics_of_tokens(run, batch, log_probs, probed)
 
-        dump(run, step, graded, batch, outcome)
+        save_rollouts(run, step, graded, batch, outcome.seen)
         metrics |= outcome.metrics
         metrics |= {"training/global_step": float(step), "training/epoch": epoch_of(run, step)}
         for kind, text in step_warnings(metrics, names_of(batch, outcome), graded.rewards.timeouts):
@@ -119,13 +105,8 @@ def train(run: Run) -> None:
             with timer("testing"):
                 metrics |= validate(run, step)
         metrics |= performance(metrics, timer, run.ranks, run.rollout.sleeping_bytes) | saving.metrics()
-        metrics |= guardrails.observe(
-            step,
-            metrics,
-            num_planned=0 if hold else spec.updates_per_batch,
-            decisions=outcome.decisions,
-            lr_scale=outcome.lr_scale,
-        )
+        num_planned = 0 if hold else spec.updates_per_batch
+        metrics |= guardrails.observe(step, metrics, outcome.decisions, num_planned)
         # Log before saving, so that the log contains every step of a checkpoint. The seconds of saving
         # are therefore logged with the next step.
         log(run, step, metrics)
@@ -138,106 +119,11 @@ def train(run: Run) -> None:
             break
 
 
-def describe_batch(run: Run, batch: TokenBatch, graded: Graded) -> dict[str, float]:
-    """Metrics of the batch over all ranks.
-
-    Raises:
-        RunFailure: too many responses could not be graded.
-    """
-    spec = run.spec
-    sampled = episode_sums(graded, run.policy_version, spec.data.max_prompt_length)
-    has_ages = spec.rollout.in_flight or spec.rollout.max_age_updates is not None
-    if has_ages:
-        sampled |= age_sums(graded, run.policy_version, spec.rollout.max_age_updates)
-    sums = run.ranks.all_reduce({name: value.to(run.ranks.device) for name, value in sampled.items()})
-    sums |= run.data_ranks.all_reduce(token_sums(batch))
-    metrics = batch_metrics(sums, compares_siblings=spec.algorithm.estimator_needs("group_ids"))
-    errors = graded.rewards.errors + (graded.baseline.errors if graded.baseline else [])
-    refuse_ungraded(run, metrics["reward/num_errors"], spec.data.train_batch_size * spec.rollout.n, errors)
-    if has_ages:
-        metrics |= age_metrics(sums, Moments.read(sums, "score").count)
-    return metrics | (describe_episodes(run, graded) if spec.environment.has_episodes else {})
-
-
-def describe_episodes(run: Run, graded: Graded) -> dict[str, float]:
-    """Metrics of the episodes of environments over all ranks.
-
-    Raises:
-        RunFailure: too many failed by faults of the environment.
-    """
-    ranks, limit = run.ranks, run.spec.environment.max_failed_fraction
-    names = sorted(set(ranks.exchange([name for episode in graded.episodes for name in episode.metrics])))
-    sums = ranks.all_reduce(
-        {name: value.to(ranks.device) for name, value in environment_sums(graded, names).items()}
-    )
-    failed, total = sums["failed"], sums["failed"] + sums["episodes"]
-    if failed > limit * total:
-        first = ranks.first(next((e.error for e in graded.episodes if e.error), ""))
-        raise RunFailure(
-            f"{failed:.0f} of {total:.0f} episodes failed by faults of the environment; the first: {first}",
-            where="environment",
-            fix=f"correct the environment, or raise environment.max_failed_fraction (now {limit:g})",
-        )
-    return environment_metrics(sums)
-
-
-def describe_turns(run: Run, batch: TokenBatch, outcome: Updated) -> dict[str, float]:
-    """Mismatch by turn over all ranks."""
-    if not run.spec.environment.has_episodes:
-        return {}
-    return turn_metrics(run.data_ranks.all_reduce(turn_sums(batch, outcome.seen.training_log_probs)))
-
-
-def describe_ratio(run: Run, batch: TokenBatch, outcome: Updated, probed: float | None) -> dict[str, float]:
-    """What the log-ratio consists of, over all ranks; `probed`: the engine's part, if it was measured."""
-    sums = ratio_sums(batch, outcome.seen.training_log_probs, run.spec)
-    return ratio_metrics(run.data_ranks.all_reduce(sums), run.spec, probed)
-
-
 def names_of(batch: TokenBatch, outcome: Updated) -> list[str]:
     """Group and member of this rank's responses with NaN or infinite log-probs, as `3/0`."""
     responses = outcome.seen.nonfinite.nonzero().squeeze(1)
     episodes = responses if len(outcome.seen.nonfinite) == batch.num_episodes else batch.owners[responses]
     return [f"{batch.group_ids[place]}/{batch.members[place]}" for place in sorted(set(episodes.tolist()))]
-
-
-def dump(run: Run, step: int, graded: Graded, batch: TokenBatch, outcome: Updated) -> None:
-    """Stores the first whole groups of the batch with what the update used, if rollouts are kept.
-
-    Episodes are on the rank that sampled them, log-probs and weights on the rank that trained on them: both
-    go to the main rank. An episode that was not trained on has log-probs of NaN.
-    """
-    limit, n = run.spec.trainer.rollouts_per_step, run.spec.rollout.n
-    if not limit:
-        return
-    count = run.spec.data.train_batch_size if limit < 0 else max(limit // n, 1)
-    scores, valid = graded.rewards.scores.tolist(), graded.rewards.valid.tolist()
-    mine = [
-        (episode, score if ok else None)
-        for episode, score, ok in zip(graded.episodes, scores, valid, strict=True)
-        if episode.task.group_id < count
-    ]
-    seen = outcome.seen
-    found: dict[tuple[int, int], Tensor] = {}
-    columns = torch.stack([seen.training_log_probs, seen.weights, seen.keep.float()]).cpu()
-    keys = zip(batch.group_ids.tolist(), batch.members.tolist(), strict=True)
-    tokens = torch.split(columns, batch.units.episode.lengths.tolist(), 1)
-    for key, part in zip(keys, tokens, strict=True):
-        if key[0] < count:
-            found[key] = part
-    episodes = run.ranks.exchange(mine)
-    trained: dict[tuple[int, int], Tensor] = dict(run.data_ranks.exchange(list(found.items())))
-    if run.rollout_writer:
-        episodes.sort(key=lambda pair: (pair[0].task.group_id, pair[0].member))
-
-        def of(episode: Episode) -> Tensor:
-            unknown = torch.tensor([[math.nan], [0.0], [0.0]]).expand(3, episode.num_sampled)
-            return trained.get((episode.task.group_id, episode.member), unknown)
-
-        joined = torch.cat([of(episode) for episode, _ in episodes], 1)
-        names = ("training_log_probs", "rollout_is_weights", "keep_mask")
-        values = dict(zip(names, (*joined[:2], joined[2] > 0), strict=True))
-        run.rollout_writer.add(step, [one for one, _ in episodes], [score for _, score in episodes], values)
 
 
 def epoch_of(run: Run, step: int) -> float:

@@ -30,29 +30,20 @@ from rlctl.spec.algorithm import ActorSpec, CriticSpec
 from rlctl.spec.run_spec import RunSpec
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass
 class Models:
-    """The models and engines of this rank.
+    """The models and engines of this rank."""
 
-    Attributes:
-        rollout: the rollout engine, for the training thread.
-        base: the policy without its adapters; None without LoRA.
-        sequence, data_ranks: see `share_rows`.
-        sampling_ahead: the same rollout engine, for the thread that samples during training.
-        notes: warnings for the user.
-    """
-
-    tokenizer: Any
-    rollout: LockedRollout
-    sampling_ahead: LockedRollout | InFlightRollout
+    tokenizer: Any  # Hugging Face tokenizer of the policy
+    rollout: LockedRollout  # the rollout engine, for the training thread
+    sampling_ahead: LockedRollout | InFlightRollout  # the same, for the thread that samples during training
     actor: TrainEngine
-    base: BasePolicy | None
-    ref: ReferencePolicy | None
-    teacher: Teacher | None
-    critic: CriticEngine | None
-    sequence: SequenceParallel | None
-    data_ranks: Ranks
-    notes: list[str]
+    base: BasePolicy | None  # the policy without its adapters; None without LoRA
+    ref: ReferencePolicy | None  # only if a KL penalty needs it
+    teacher: Teacher | None  # only with distillation
+    critic: CriticEngine | None  # only if the estimator needs values (`gae`)
+    data_ranks: Ranks  # sums over these count each row once, see `share_rows`
+    notes: list[str]  # warnings for the user
 
 
 def build_models(
@@ -68,9 +59,9 @@ def build_models(
     Raises:
         UsageError, EnvironmentFailure: a model cannot be loaded or does not fit the spec.
     """
-    dtype, is_cut_up = DTYPES[spec.engine.dtype], spec.engine.zero_stage == 3
-    partition = PartitionedLoading(_training(spec, spec.actor)) if is_cut_up else None
-    load = partial(load_policy, model_path, revision=spec.model.revision, **_loading(spec, spec.actor))
+    dtype, partitions = DTYPES[spec.engine.dtype], spec.engine.zero_stage == 3
+    partition = PartitionedLoading(_training(spec, spec.actor)) if partitions else None
+    load = partial(load_policy, model_path, revision=spec.model.revision, **_loading(spec))
     engine_copies = spec.rollout_engine.starts_with_policy
     model, tokenizer = load(partition=None if engine_copies else partition)
     _refuse_unfit(model, spec)
@@ -97,21 +88,19 @@ def build_models(
         model, _ = load(partition=partition)
     sequence, data_ranks = share_rows(ranks, spec.engine.sequence_parallel)
 
-    def load_other(
-        path: str | None, key: str, partition: PartitionedLoading | None, of: CriticSpec | None = None
-    ) -> Any:
+    def load_other(path: str | None, key: str, settings: Settings) -> Any:
         """Loads another model from `path`; None: from the policy's path."""
+        partition = PartitionedLoading(settings) if partitions else None
         revision = spec.model.revision if path in {None, spec.model.path} else None
         where = path or model_path
         other = load_other_model(
-            where, tokenizer, key=key, revision=revision, partition=partition, **_loading(spec, of)
+            where, tokenizer, key=key, revision=revision, partition=partition, **_loading(spec)
         )
         _refuse_unfit(other, spec)
         return other
 
     def frozen(path: str | None, key: str) -> Teacher:
-        sharing = PartitionedLoading(frozen_settings(dtype)) if is_cut_up else None
-        return _frozen(spec, load_other(path, key, sharing), ranks, sequence)
+        return _frozen(spec, load_other(path, key, frozen_settings(dtype)), ranks, sequence)
 
     ref: ReferencePolicy | None = None
     # With LoRA, the base model without adapters is the initial policy: no second copy is needed.
@@ -121,8 +110,7 @@ def build_models(
     critic = None
     if spec.trains_critic:
         critics = _training(spec, spec.critic)
-        own = PartitionedLoading(critics) if is_cut_up else None
-        critic_model = load_other(spec.critic.path, "critic.path", own, of=spec.critic)
+        critic_model = load_other(spec.critic.path, "critic.path", critics)
         critic = build_training_engine(spec.engine.name, TrainContext(critic_model, ranks, critics))
     if spec.model.lora_rank:
         add_lora(
@@ -146,7 +134,7 @@ def build_models(
     in_flight = spec.rollout.in_flight
     ahead = InFlightRollout(rollout) if in_flight else LockedRollout(rollout, lock, first=False)
     notes = _endless(tokenizer, end_ids(tokenizer, model.generation_config))
-    return Models(tokenizer, trainers, ahead, actor, base, ref, teacher, critic, sequence, data_ranks, notes)
+    return Models(tokenizer, trainers, ahead, actor, base, ref, teacher, critic, data_ranks, notes)
 
 
 def _teacher(
@@ -204,16 +192,14 @@ def _training(spec: RunSpec, of: ActorSpec | CriticSpec) -> Settings:
     )
 
 
-def _loading(spec: RunSpec, of: ActorSpec | CriticSpec | None) -> dict[str, Any]:
-    """Loading arguments of a model; `of`: section of a model that is trained."""
-    frozen = of is None or (of is spec.actor and spec.model.lora_rank)
-    # The engine keeps float32 copies of the weights that it trains, which must not start rounded. ZeRO-3
-    # partitions weights as they are read, in the engine's dtype.
-    as_stored = spec.engine.dtype == "bf16" and spec.engine.zero_stage < 3 and not frozen
+def _loading(spec: RunSpec) -> dict[str, Any]:
+    """Loading arguments of a model."""
+    # As stored: files are mapped, and no rank has a copy of its own in host memory; and the float32 copies of
+    # trained weights must not start rounded. ZeRO-3 partitions weights, in the engine's dtype, as it reads.
     return {
         "trust_remote_code": spec.model.trust_remote_code,
         "attn_implementation": spec.model.attn_implementation,
-        "dtype": "auto" if as_stored else DTYPES[spec.engine.dtype],
+        "dtype": DTYPES[spec.engine.dtype] if spec.engine.zero_stage == 3 else "auto",
         "use_liger": spec.model.use_liger,
     }
 

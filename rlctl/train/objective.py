@@ -19,106 +19,110 @@ from rlctl.errors import RunFailure
 from rlctl.routing import balance_loss
 from rlctl.train.settings import UpdateSettings
 
+#: Sums of one micro-batch for metrics. `loss`, and before their coefficients its terms `pg_loss`, `kl_loss`
+#: and `router_aux_loss`. `nonfinite`: responses with NaN or infinite log-probs that the correction
+#: did not detect. Over the loss's tokens: `clipped`, `clipped_lower` and `distilled`, their numbers;
+#: `teacher_kl`, nats; `tail_mass`, the policy's probability of what is not among the teacher's most likely
+#: tokens. Over all tokens: `tokens`, their number; `entropy` and `ppo_kl`, nats; `listed_mass`, the
+#: probability of the tokens that the sampler listed.
+SUMS = (
+    *("loss", "pg_loss", "kl_loss", "router_aux_loss", "nonfinite", "clipped", "clipped_lower"),
+    *("teacher_kl", "distilled", "tail_mass", "tokens", "entropy", "ppo_kl", "listed_mass"),
+)
+
 
 @dataclass(frozen=True, slots=True)
-class BatchNormalizers:
-    """Statistics of a whole mini-batch, over all of its micro-batches and ranks, that its loss needs.
+class BatchStatistics:
+    """What the loss needs to know of a whole mini-batch, over all of its micro-batches and ranks.
 
     Attributes:
         num_tokens, num_responses: counted by the denominators; responses with at least one such token.
         factor: mean weight; weights are divided by it.
         loss: with the statistics that the loss function reads.
-        expert_shares: (E,) share of the tokens that goes to each expert; None: there is no auxiliary loss.
-        routed_tokens: number of these tokens.
+        all_tokens: number of tokens, rejected ones included.
+        expert_counts: (E,) number of them that go to each expert; None: there is no auxiliary loss.
     """
 
     num_tokens: float
     num_responses: float
     factor: float
     loss: LossRule
-    expert_shares: Tensor | None = None
-    routed_tokens: float = 0.0
+    all_tokens: float
+    expert_counts: Tensor | None = None
 
 
 def actor_loss(
     micro: TokenBatch,
     output: PolicyOutput,
     correction: Correction,
-    normalizers: BatchNormalizers,
+    whole: BatchStatistics,
     settings: UpdateSettings,
 ) -> tuple[Tensor, Sums]:
     """This micro-batch's share of the mini-batch loss, with gradient, and the sums for `actor/*` metrics.
 
     Every term is Σ_t c_t · ℓ_t over the kept tokens, with the same coefficients c; rejected tokens are in
     none.
-
-    Sums: loss, pg_loss, kl_loss and router_aux_loss before their coefficients; nonfinite, responses with NaN
-    or infinite log-probs that the correction did not detect; numbers of tokens, clipped and clipped_lower;
-    entropy and ppo_kl over tokens, in nats; listed_mass, probability of the tokens that the sampler listed;
-    teacher_kl over the loss's tokens, `distilled` in number, and the policy's probability `tail_mass` of what
-    is not among the teacher's most likely tokens.
     """
     keep, rules = correction.keep, settings.rules
     unit = rules.segments(micro.units, "sequence")
     counted = keep if rules.loss_denominator == "after_rejection" else torch.ones_like(keep)
-    c = coefficients(
-        settings.agg_mode,
-        keep,
-        counted,
-        unit,
-        normalizers.num_tokens,
-        normalizers.num_responses,
-        horizon=settings.horizon,
-    )[keep]
+    counts = whole.num_tokens, whole.num_responses
+    c = coefficients(settings.actor.loss_agg_mode, keep, counted, unit, *counts, horizon=settings.horizon)[
+        keep
+    ]
     assert micro.old_log_probs is not None
     assert micro.advantages is not None
     log_probs, old, advantages = (x[keep] for x in (output.log_probs, micro.old_log_probs, micro.advantages))
     kept_unit = unit.kept(keep)
     weights = None
-    if correction.weights is not None and settings.weights_are_applied:
-        weights = correction.weights[keep] / normalizers.factor
-    policy = policy_loss(normalizers.loss, log_probs, old, advantages, kept_unit, weights)
+    if settings.weights_are_applied:
+        weights = correction.weights[keep] / whole.factor
+    policy = policy_loss(whole.loss, log_probs, old, advantages, kept_unit, weights)
     loss = pg_loss = (c * policy.values).sum()
-    more: Sums = {}
+    sums = no_sums(keep.device)
     if settings.centers_scores:
         expected, mass = _expected_scores(micro, output, keep, settings)
-        loss = pg_loss = pg_loss + (c * advantages * expected).sum() / normalizers.factor
-        more["listed_mass"] = _total(mass)
-    if settings.entropy_coeff:
-        loss = loss - settings.entropy_coeff * (c * output.entropy[keep]).sum()
-    kl = torch.zeros_like(pg_loss)
+        loss = pg_loss = pg_loss + (c * advantages * expected).sum() / whole.factor
+        sums["listed_mass"] = _total(mass)
+    if settings.actor.entropy_coeff:
+        loss = loss - settings.actor.entropy_coeff * (c * output.entropy[keep]).sum()
     if settings.kl_loss_type is not None:
         assert micro.ref_log_probs is not None
         # Relative to π_rollout in both modes, because the tokens were sampled from it.
         policies = (micro.ref_log_probs[keep], micro.rollout_log_probs[keep])
         kl = (c * kl_loss(settings.kl_loss_type, log_probs, *policies, kept_unit)).sum()
-        loss = loss + settings.kl_loss_coef * kl
+        loss = loss + settings.actor.kl_loss_coef * kl
+        sums["kl_loss"] = kl.detach()
     if settings.teacher_kl_coef:
         distance, tail = _teacher_kl(micro, output, keep, kept_unit, settings)
-        more["teacher_kl"], more["tail_mass"] = _total(distance.detach()), _total(tail)
-        more["distilled"] = keep.sum()
+        sums |= {"teacher_kl": _total(distance), "tail_mass": _total(tail), "distilled": keep.sum()}
         if weights is not None and settings.weights_teacher:
             distance = distance * weights
         loss = loss + settings.teacher_kl_coef * (c * distance).sum()
-    if normalizers.expert_shares is not None:
+    if whole.expert_counts is not None:
         assert output.routing is not None
-        balance = balance_loss(output.routing, normalizers.expert_shares, normalizers.routed_tokens)
-        loss = loss + settings.router_aux_loss_coef * balance
-        more["router_aux_loss"] = balance.detach().double()
+        balance = balance_loss(output.routing, whole.expert_counts, whole.all_tokens)
+        loss = loss + settings.actor.router_aux_loss_coef * balance
+        sums["router_aux_loss"] = balance.detach()
+    for name, flags in (("clipped", policy.clipped), ("clipped_lower", policy.clipped_lower)):
+        if flags is not None:
+            sums[name] = flags.sum()
     # Responses that the correction did not detect: in decoupled mode it does not read π_θ.
     nonfinite = unit.any(~output.log_probs.detach().isfinite()) & ~correction.nonfinite
-    sums = {
+    sums |= {
         "loss": loss.detach(),
         "pg_loss": pg_loss.detach(),
-        "kl_loss": kl.detach(),
         "nonfinite": nonfinite.sum(),
-        "tokens": keep.new_tensor(len(keep), dtype=torch.float64),
-        "clipped": _count(policy.clipped, loss),
-        "clipped_lower": _count(policy.clipped_lower, loss),
-        "entropy": _total(output.entropy.detach()),
-        "ppo_kl": _total((micro.old_log_probs - output.log_probs).detach()),
+        "tokens": unit.lengths.sum(),
+        "entropy": _total(output.entropy),
+        "ppo_kl": _total(micro.old_log_probs - output.log_probs),
     }
-    return loss, {name: value.double() for name, value in (sums | more).items()}
+    return loss, {name: value.double() for name, value in sums.items()}
+
+
+def no_sums(device: torch.device) -> Sums:
+    """The sums of no micro-batch."""
+    return dict.fromkeys(SUMS, torch.zeros((), dtype=torch.float64, device=device))
 
 
 def _teacher_kl(
@@ -158,10 +162,6 @@ def _expected_scores(
 
 
 def _total(values: Tensor) -> Tensor:
-    """() float64: the sum of the finite values."""
-    return torch.where(values.isfinite(), values, 0.0).sum().double()
-
-
-def _count(flags: Tensor | None, like: Tensor) -> Tensor:
-    """() float64: the number of True values; 0 for None."""
-    return torch.zeros_like(like, dtype=torch.float64) if flags is None else flags.sum().double()
+    """() the sum of the finite values, without gradient."""
+    values = values.detach()
+    return torch.where(values.isfinite(), values, 0.0).sum()

@@ -32,7 +32,7 @@ from rlctl.registry import TRACKERS
 from rlctl.spec.keys import changes, flat
 from rlctl.spec.model_size import checkpoint_bytes
 from rlctl.spec.rollout import RewardTerm, ServerSpec
-from rlctl.spec.run_spec import GuardrailsSpec, RunSpec
+from rlctl.spec.run_spec import GuardrailsSpec, RunSpec, TrainerSpec
 from rlctl.track.redaction import is_masked
 from rlctl.track.run_dir import read_mapping
 from rlctl.user_code import files_of
@@ -45,6 +45,11 @@ if TYPE_CHECKING:
 INPUTS_FILE = "inputs.json"
 _Part = Literal["files", "rows"]
 _WEIGHTS = ("*.safetensors", "*.bin")
+
+#: Safe if the learning rate does not depend on the length of the run.
+_LENGTH = frozenset({"trainer.total_epochs", "trainer.total_training_steps"})
+#: Keys of `trainer` that change what is computed.
+_COMPUTING = _LENGTH | {"trainer.critic_warmup", "trainer.seed"}
 
 #: Keys that change memory use, logging, validation or saving, not what is computed. Guardrails: a user who
 #: resumes a run that they stopped must be able to overrule them. Servers: a preemption changes addresses.
@@ -63,26 +68,10 @@ _SAFE = frozenset(
         "rollout.max_num_seqs",
         *(f"rollout.server.{name}" for name in ServerSpec.model_fields),
         "rollout.tensor_model_parallel_size",
+        *(f"trainer.{name}" for name in TrainerSpec.model_fields),
         *(f"trainer.guardrails.{name}" for name in GuardrailsSpec.model_fields),
-        "trainer.logger",
-        "trainer.project_name",
-        "trainer.experiment_name",
-        "trainer.n_gpus_per_node",
-        "trainer.nnodes",
-        "trainer.save_freq",
-        "trainer.save_every",
-        "trainer.keep_best",
-        "trainer.test_freq",
-        "trainer.hang_timeout",
-        "trainer.max_ckpt_to_keep",
-        "trainer.rollouts_per_step",
-        "trainer.run_dir",
-        "trainer.accept_changed_inputs",
     }
-)
-
-#: Safe if the learning rate does not depend on the length of the run.
-_LENGTH = frozenset({"trainer.total_epochs", "trainer.total_training_steps"})
+).difference(_COMPUTING)
 
 
 def check_inputs(spec: RunSpec) -> list[Problem]:
@@ -271,12 +260,6 @@ def _fix(key: str) -> str:
 # --- fingerprints of what a resumed run reads again: models, rows, and users' files ------------------
 
 
-def known_inputs(run_dir: Path, part: _Part) -> dict[str, str] | None:
-    """Name → fingerprint; None if the run has not recorded this part."""
-    found: dict[str, str] | None = read_mapping(run_dir / INPUTS_FILE).get(part)
-    return found
-
-
 def compare_inputs(run_dir: Path, part: _Part, now: Mapping[str, str], *, accepts: bool) -> list[str]:
     """Stores fingerprints; in a resumed run first compares them with those stored.
 
@@ -290,8 +273,8 @@ def compare_inputs(run_dir: Path, part: _Part, now: Mapping[str, str], *, accept
     Raises:
         UsageError: inputs have changed, are new or are missing.
     """
-    known = known_inputs(run_dir, part)
-    before = now if known is None else known
+    recorded = read_mapping(run_dir / INPUTS_FILE)
+    before = recorded.get(part, now)
     changed = sorted(name for name in before.keys() | now.keys() if before.get(name) != now.get(name))
     if changed and not accepts:
         raise UsageError(
@@ -299,8 +282,7 @@ def compare_inputs(run_dir: Path, part: _Part, now: Mapping[str, str], *, accept
             where=str(run_dir),
             fix="restore them; to continue with them as they are, add trainer.accept_changed_inputs=true",
         )
-    content = read_mapping(run_dir / INPUTS_FILE) | {part: now}
-    write_text(run_dir / INPUTS_FILE, json.dumps(content, indent=2) + "\n")
+    write_text(run_dir / INPUTS_FILE, json.dumps(recorded | {part: now}, indent=2) + "\n")
     what = "has changed since the run began: steps before and after differ in more than data"
     return [f"warning: {name} {what}" for name in changed]
 

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
+
+from rlctl.train.models import Models
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
@@ -11,12 +13,9 @@ if TYPE_CHECKING:
 
     from rlctl.algos.kl import KLController
     from rlctl.data.prompts import PromptDataset
-    from rlctl.engine.protocol import CriticEngine, ReferencePolicy, Teacher, TrainEngine
     from rlctl.engine.ranks import Ranks
-    from rlctl.engine.sequence_parallel import SequenceParallel
     from rlctl.environment.build import EpisodeSource
     from rlctl.reward.build import Reward
-    from rlctl.rollout.protocol import LockedRollout
     from rlctl.spec.run_spec import RunSpec
     from rlctl.track.rollouts import RolloutWriter
     from rlctl.track.tracker import Tracker
@@ -25,31 +24,22 @@ if TYPE_CHECKING:
 
 
 @dataclass
-class Run:
+class Run(Models):
     """All parts of a run, built by `rlctl.train.setup`."""
 
     spec: RunSpec
     run_dir: Path
     ranks: Ranks
-    data_ranks: Ranks  # sums over these count each row once
-    sequence: SequenceParallel | None  # this rank's sequence-parallel group
-    tokenizer: Any  # Hugging Face tokenizer of the policy
     train_prompts: PromptDataset
     val_prompts: PromptDataset | None
-    rollout: LockedRollout
     episodes: EpisodeSource  # makes episodes with the engine
-    reward: Reward
-    actor: TrainEngine
-    base: ReferencePolicy | None  # the policy without its adapters; None without LoRA
-    ref: ReferencePolicy | None  # only if a KL penalty needs it
-    teacher: Teacher | None  # only with distillation
-    critic: CriticEngine | None  # only if the estimator needs values (`gae`)
-    stream: RolloutStream
-    tracker: Tracker
-    rollout_writer: RolloutWriter | None  # rank 0 only
     stop: StopRequest
     kl: KLController  # controls the KL penalty in the reward, for the next batch
     total_steps: int
+    stream: RolloutStream = field(init=False)
+    reward: Reward = field(init=False)
+    tracker: Tracker = field(init=False)
+    rollout_writer: RolloutWriter | None = None  # rank 0 only
     start_step: int = 0
     draws: PromptDraws | None = None  # with `algorithm.filter_groups`
     policy_version: int = 0  # optimizer updates so far, withheld ones excluded

@@ -17,11 +17,10 @@ import torch
 
 from rlctl.algos.estimators import has_spread
 from rlctl.errors import RunFailure
-from rlctl.reward.build import refuse_errors
 from rlctl.reward.protocol import Graded, RewardResult
 from rlctl.rollout.protocol import Sampling, sampling_of, step_seed
 from rlctl.train.run import is_sync_due
-from rlctl.train.step_metrics import StepTimer
+from rlctl.train.step_metrics import StepTimer, refuse_ungraded
 from rlctl.train.stream import PromptDraws, placed
 
 if TYPE_CHECKING:
@@ -83,43 +82,15 @@ def greedy_baseline(run: Run, step: int, groups: list[Group], timer: StepTimer) 
     return replace(graded.pick(own), errors=graded.errors)
 
 
-def refuse_ungraded(run: Run, num_failed: float, num_total: float, errors: list[str]) -> None:
-    """Ends the run if too many responses could not be graded (a collective).
-
-    Args:
-        num_failed, num_total: responses over all ranks.
-        errors: this rank's failures.
-
-    Raises:
-        RunFailure: see `refuse_errors`.
-    """
-    limit = run.spec.reward.max_error_fraction
-    refuse_errors(num_failed, num_total, lambda: run.ranks.first("".join(errors[:1])), limit)
-
-
 # --- dynamic sampling -------------------------------------------------------------------------------
-
-
-@dataclass(frozen=True, slots=True)
-class DrawnPrompt:
-    """A drawn prompt.
-
-    Attributes:
-        place: index in the order of drawing, within one batch.
-        row: row of the data.
-        chance: probability with which it was drawn.
-    """
-
-    place: int
-    row: int
-    chance: float
 
 
 @dataclass(frozen=True, slots=True)
 class _Summary:
     """What all ranks know of a group after a round."""
 
-    prompt: DrawnPrompt
+    place: int  # index of its prompt in the order of drawing, within the batch
+    row: int  # of the data
     has_spread: bool
     mean: float  # of the graded scores
     graded: int  # number of episodes
@@ -154,20 +125,19 @@ def filtered_groups(
                 fix="use data of another difficulty, set max_num_gen_batches, or lower data.train_batch_size",
             )
         rounds.sample(timer)
-    for group in sorted(rounds.groups, key=lambda group: group.prompt.place):
+    for group in sorted(rounds.groups, key=lambda group: group.place):
         if group.graded:
-            draws.note(group.prompt.row, group.mean, group.graded)
+            draws.note(group.row, group.mean, group.graded)
     # `groups` lists the ranks' shares of each round in rank order, which is the order of drawing; the sort is
     # stable.
     used = sorted(rounds.groups, key=lambda group: not group.has_spread)[: rounds.wanted]
-    prompts = sorted((group.prompt for group in used), key=lambda prompt: prompt.place)
-    places = {prompt.place: place for place, prompt in enumerate(prompts)}
+    places = {drawn: place for place, drawn in enumerate(sorted(group.place for group in used))}
     groups: list[Group] = []
     chosen: list[int] = []
     first = 0
-    for prompt, sampled in rounds.own:
-        if prompt.place in places:
-            groups.append(placed(sampled, places[prompt.place], 1.0 / prompt.chance))
+    for sampled in rounds.own:
+        if (drawn := sampled[0].task.group_id) in places:
+            groups.append(placed(sampled, places[drawn]))
             chosen += range(first, first + len(sampled))
         first += len(sampled)
     graded = RewardResult.joined(rounds.graded)
@@ -189,7 +159,7 @@ class _Rounds:
         self._run, self._step, self._draws = run, step, draws
         self.wanted = run.spec.data.train_batch_size
         self.groups: list[_Summary] = []
-        self.own: list[tuple[DrawnPrompt, Group]] = []
+        self.own: list[Group] = []
         self.graded: list[RewardResult] = []
 
     @property
@@ -213,34 +183,34 @@ class _Rounds:
         found = self.wanted - self.num_missing
         share = max(found / first, _SMALLEST_SHARE) if first else 1.0
         count = min(math.ceil(self.num_missing / share), self.wanted)
-        drawn = draw_next_prompts(run, self._draws, count, first=first)
-        mine = drawn[ranks.rank * count // ranks.world_size : (ranks.rank + 1) * count // ranks.world_size]
-        tasks = run.train_prompts.tasks([prompt.row for prompt in mine], [prompt.place for prompt in mine])
+        drawn = draw_next_prompts(run, self._draws, count)
+        mine = range(ranks.rank * count // ranks.world_size, (ranks.rank + 1) * count // ranks.world_size)
+        tasks = run.train_prompts.tasks([drawn[i][0] for i in mine], [first + i for i in mine])
+        tasks = [replace(task, weight=1.0 / drawn[i][1]) for task, i in zip(tasks, mine, strict=True)]
         seed, n = step_seed(run.spec.trainer.seed, self._step), run.spec.rollout.n
         with timer("gen"):  # in a small round some ranks have no prompts
             groups = run.episodes.groups(run.rollout, tasks, n, sampling_of(run.spec), seed)
             run.rollout.finish()
         with timer("reward"):
             graded = run.reward.score([episode for group in groups for episode in group])
-        drawn_at = {prompt.place: prompt for prompt in mine}
-        own = [(drawn_at[group[0].task.group_id], group) for group in groups]
         summaries = [
-            _summary(prompt, group, graded.pick(range(index * n, (index + 1) * n)))
-            for index, (prompt, group) in enumerate(own)
+            _summary(group, graded.pick(range(index * n, (index + 1) * n)))
+            for index, group in enumerate(groups)
         ]
-        self.own += own
+        self.own += groups
         self.graded.append(graded)
         self.groups += ranks.exchange(summaries)
         errors = [error for result in self.graded for error in result.errors]
         refuse_ungraded(run, sum(group.failed for group in self.groups), len(self.groups) * n, errors)
 
 
-def _summary(drawn: DrawnPrompt, group: Group, graded: RewardResult) -> _Summary:
+def _summary(group: Group, graded: RewardResult) -> _Summary:
     aborted = torch.tensor([episode.aborted for episode in group])
     scores = graded.graded[graded.valid & ~aborted]
     differs = bool(has_spread(scores, torch.zeros(len(scores), dtype=torch.int64)).any())
     return _Summary(
-        prompt=drawn,
+        place=group[0].task.group_id,
+        row=group[0].task.row,
         has_spread=differs,
         mean=float(scores.mean()) if len(scores) else 0.0,
         graded=len(scores),
@@ -249,10 +219,13 @@ def _summary(drawn: DrawnPrompt, group: Group, graded: RewardResult) -> _Summary
     )
 
 
-def draw_next_prompts(run: Run, draws: PromptDraws, count: int, first: int) -> list[DrawnPrompt]:
-    """Draws the next prompts; a curriculum accepts each with the probability that its group has spread."""
+def draw_next_prompts(run: Run, draws: PromptDraws, count: int) -> list[tuple[int, float]]:
+    """Rows of the next prompts, and the probability with which each was drawn.
+
+    A curriculum draws a prompt at its turn with the probability that its group has spread.
+    """
     spec, options = run.spec, run.spec.algorithm.filter_groups
-    drawn: list[DrawnPrompt] = []
+    drawn: list[tuple[int, float]] = []
     while len(drawn) < count:
         row = run.train_prompts.row_at(draws.position, seed=spec.trainer.seed, shuffle=spec.data.shuffle)
         draws.position += 1
@@ -264,7 +237,7 @@ def draw_next_prompts(run: Run, draws: PromptDraws, count: int, first: int) -> l
             )
             if random.random_sample() >= chance:
                 continue
-        drawn.append(DrawnPrompt(first + len(drawn), row, chance))
+        drawn.append((row, chance))
     return drawn
 
 

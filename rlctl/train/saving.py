@@ -1,4 +1,4 @@
-"""What a run leaves: checkpoints, from which it can continue, and its summary.
+"""What a run leaves: checkpoints, from which it can continue, rollouts, and its summary.
 
 Checkpoints: when they are due, what they contain, and how a run continues from one; only complete ones are
 published. The summary, `summary.json`, is also the source of the last lines on the terminal.
@@ -7,12 +7,15 @@ published. The summary, `summary.json`, is also the source of the last lines on 
 from __future__ import annotations
 
 import json
+import math
 import shutil
 import time
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
+
+import torch
 
 from rlctl.engine.checkpoint import (
     ADAPTER,
@@ -35,13 +38,15 @@ from rlctl.spec.model_size import checkpoint_bytes
 from rlctl.track.jsonl import METRICS_FILE
 from rlctl.track.run_dir import SUMMARY_FILE
 from rlctl.train.run import is_due, is_sync_due
-from rlctl.train.stream import PromptDraws, RolloutStream
+from rlctl.train.stream import PromptDraws
 
 if TYPE_CHECKING:
-    from rlctl.engine.ranks import Ranks
-    from rlctl.spec.run_spec import RunSpec
-    from rlctl.train.models import Models
+    from torch import Tensor
+
+    from rlctl.batch import TokenBatch
+    from rlctl.reward.protocol import Graded
     from rlctl.train.run import Run
+    from rlctl.train.update import SeenTokens
 
 #: File in a checkpoint: the state of dynamic sampling.
 _DRAWS = "draws/prompts.json"
@@ -82,7 +87,7 @@ class Saver:
         run, trainer = self._run, self._run.spec.trainer
         improves = validation_score(metrics) is not None and self._best_step() == step
         waited = self._every is not None and time.monotonic() - self._saved_at >= self._every
-        mine = [run.stop.signal_number is not None, run.ranks.is_main and waited, improves]
+        mine = [run.stop.signal_number > 0, run.ranks.is_main and waited, improves]
         stop, late, better = (value > 0 for value in run.ranks.sum([float(value) for value in mine]))
         stop = stop or bool(run.stopped_because)
         saves = is_due(step, trainer.save_freq) or better or (late and is_sync_due(run, step))
@@ -168,25 +173,14 @@ def _require_space(run: Run, step: int) -> None:
         )
 
 
-@dataclass(frozen=True, slots=True)
-class Restored:
-    """State from which a resumed run continues, and notes for the user."""
-
-    step: int
-    policy_version: int
-    kl_coef: float | None
-    notes: list[str]
-    draws: PromptDraws | None
-
-
-def restore(spec: RunSpec, models: Models, stream: RolloutStream, run_dir: Path, ranks: Ranks) -> Restored:
-    """Loads the newest intact checkpoint into the engines and the rollout stream.
+def restore(run: Run) -> list[str]:
+    """Continues after the newest intact checkpoint; returns notes for the user.
 
     Raises:
         UsageError: there is none, or its batches sampled ahead are those of another number of ranks.
     """
     notes: list[str] = []
-    root, found = run_dir / CHECKPOINTS, None
+    ranks, root, found = run.ranks, run.run_dir / CHECKPOINTS, None
     if ranks.is_main:  # one rank verifies checkpoints and sets damaged ones aside
         found, notes = newest_intact(root, set_aside=True)
     shared = ranks.exchange([found] if found else [])
@@ -197,21 +191,58 @@ def restore(spec: RunSpec, models: Models, stream: RolloutStream, run_dir: Path,
             fix="start a new run in another directory",
         )
     [checkpoint] = shared
-    state, actor = checkpoint.state, models.actor
-    if state.world_size != ranks.world_size and spec.batches_ahead:
+    state, path = checkpoint.state, checkpoint.path
+    if state.world_size != ranks.world_size and run.spec.batches_ahead:
         raise UsageError(
             f"batches sampled ahead are those of {state.world_size} ranks, this run has {ranks.world_size}",
-            where=str(checkpoint.path),
+            where=str(path),
             fix=f"resume with trainer.n_gpus_per_node={state.world_size}",
         )
-    actor.load(checkpoint.path / "engine")
-    if models.critic:
-        models.critic.load(checkpoint.path / "critic")
-    models.rollout.sync_weights(actor, policy_version=state.policy_version)
-    stream.resume(state.step, checkpoint.path / "waiting", ranks.rank)
-    notes.append(f"resuming after step {state.step}")
-    draws = PromptDraws.load(checkpoint.path / _DRAWS) if spec.algorithm.filter_groups.enable else None
-    return Restored(state.step, state.policy_version, state.kl_coef, notes, draws)
+    run.actor.load(path / "engine")
+    if run.critic:
+        run.critic.load(path / "critic")
+    run.rollout.sync_weights(run.actor, policy_version=state.policy_version)
+    run.stream.resume(state.step, path / "waiting", ranks.rank)
+    run.start_step, run.policy_version = state.step, state.policy_version
+    if state.kl_coef is not None:
+        run.kl = replace(run.kl, kl_coef=state.kl_coef)
+    if run.draws is not None:
+        run.draws = PromptDraws.load(path / _DRAWS)
+    return [*notes, f"resuming after step {state.step}"]
+
+
+# --- rollouts ----------------------------------------------------------------------------------------
+
+
+def save_rollouts(run: Run, step: int, graded: Graded, batch: TokenBatch, seen: SeenTokens) -> None:
+    """Stores the first whole groups of the batch with what the update used, if rollouts are kept.
+
+    Episodes are on the rank that sampled them, log-probs and weights on the rank that trained on them: both
+    go to the main rank. An episode that was not trained on has log-probs of NaN.
+    """
+    limit, rewards = run.spec.trainer.rollouts_per_step, graded.rewards
+    if not limit:
+        return
+    count = run.spec.data.train_batch_size if limit < 0 else max(limit // run.spec.rollout.n, 1)
+    graded_as = zip(rewards.scores.tolist(), rewards.valid.tolist(), strict=True)
+    scores = [score if is_valid else None for score, is_valid in graded_as]
+    pairs = zip(graded.episodes, scores, strict=True)
+    kept = run.ranks.exchange([pair for pair in pairs if pair[0].task.group_id < count])
+    columns = torch.stack([seen.training_log_probs, seen.weights, seen.keep.float()]).cpu()
+    places = zip(batch.group_ids.tolist(), batch.members.tolist(), strict=True)
+    own = zip(places, torch.split(columns, batch.units.episode.lengths.tolist(), 1), strict=True)
+    trained = dict(run.data_ranks.exchange([part for part in own if part[0][0] < count]))
+    if not run.rollout_writer:
+        return
+    kept.sort(key=lambda pair: (pair[0].task.group_id, pair[0].member))
+    parts: list[Tensor] = []
+    for episode, _ in kept:
+        unknown = torch.tensor([[math.nan], [0.0], [0.0]]).expand(3, episode.num_sampled)
+        parts.append(trained.get((episode.task.group_id, episode.member), unknown))
+    log_probs, weights, keep = torch.cat(parts, 1)
+    values = {"training_log_probs": log_probs, "rollout_is_weights": weights, "keep_mask": keep > 0}
+    episodes, known = [episode for episode, _ in kept], [score for _, score in kept]
+    run.rollout_writer.add(step, episodes, known, values)
 
 
 # --- the summary ------------------------------------------------------------------------------------

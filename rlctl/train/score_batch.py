@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import math
-from dataclasses import fields, replace
+from dataclasses import replace
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
@@ -24,8 +24,9 @@ from rlctl.train.deal import deal, in_passes
 from rlctl.train.step_metrics import StepTimer, ages_of
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+
     from rlctl.batch import ModelInputs
-    from rlctl.engine.protocol import Teacher
     from rlctl.reward.protocol import Graded
     from rlctl.spec.run_spec import RunSpec
     from rlctl.train.run import Run
@@ -48,10 +49,10 @@ def train_batch(spec: RunSpec, ranks: Ranks, graded: Graded, policy_version: int
         factors = torch.where(is_older, (1 + limit) / (1 + ages), 1.0)[chosen].to(batch.prompt_weights)
         batch = replace(batch, prompt_weights=batch.prompt_weights * factors)
     baseline = None if graded.baseline is None else graded.baseline.scores[chosen].to(ranks.device)
-    rewards = _at_last_token(graded.rewards.scores[chosen].to(ranks.device), batch.units.episode)
+    scores = graded.rewards.scores[chosen].to(ranks.device)
     batch = replace(
         batch,
-        rewards=rewards if batch.rewards is None else rewards + batch.rewards,
+        rewards=batch.rewards + _at_last_token(scores, batch.units.episode),
         baseline_scores=baseline,
         age=policy_version - batch.versions,
     )
@@ -91,28 +92,36 @@ def score_batch(run: Run, batch: TokenBatch, timer: StepTimer) -> TokenBatch:
     Raises:
         RunFailure: log-probs of the reference or the teacher, or the critic's values are not finite.
     """
-    spec, ranks = run.spec, run.data_ranks
-    sizes = spec.actor.ppo_micro_batch_size_per_gpu, spec.pass_tokens, ranks
+    spec = run.spec
     batch = _with_policy(run, batch, timer)
     unrouted = replace(batch, experts=None)  # other models choose their experts
+    own = spec.actor.ppo_micro_batch_size_per_gpu, spec.pass_tokens
+    of_critic = spec.critic_micro_batch_size, spec.critic_max_token_len
+
+    def scored(
+        phase: str, model: Callable[[ModelInputs], Tensor], sizes: tuple[int, int | None], failure: RunFailure
+    ) -> Tensor:
+        with timer(phase):
+            found = in_passes(model, unrouted, *sizes, run.data_ranks)
+        if not found.isfinite().all():
+            raise failure
+        return found
+
     if run.ref is not None:
-        with timer("ref"):
-            found = in_passes(run.ref.log_probs, unrouted, *sizes)
-        batch = replace(batch, ref_log_probs=found)
-        if not found.isfinite().all():
-            raise RunFailure("the reference policy gives NaN or infinite log-probs", where="ref.path")
+        failure = RunFailure("the reference policy gives NaN or infinite log-probs", where="ref.path")
+        batch = replace(batch, ref_log_probs=scored("ref", run.ref.log_probs, own, failure))
     if run.teacher is not None:
-        batch = _with_teacher(run, run.teacher, batch, timer)
+        failure = RunFailure("the teacher gives NaN or infinite log-probs", where="algorithm.teacher.path")
+        score, count = run.teacher.log_probs, 0
+        if spec.lists_teacher:
+            vocabulary = len(run.tokenizer)
+            count = min(spec.algorithm.teacher.top_k, vocabulary)
+            score = partial(run.teacher.top_k, count=count, vocabulary=vocabulary)
+        batch = _with_teacher(batch, scored("teacher", score, own, failure), count)
     if run.critic is not None:
-        sizes = spec.critic_micro_batch_size, spec.critic_max_token_len, ranks
-        with timer("values"):
-            found = in_passes(run.critic.values, unrouted, *sizes)
-        batch = replace(batch, values=found)
-        if not found.isfinite().all():
-            raise RunFailure(
-                "the critic's values are NaN or infinite",
-                fix="lower critic.lr, and resume from an earlier checkpoint",
-            )
+        fix = "lower critic.lr, and resume from an earlier checkpoint"
+        failure = RunFailure("the critic's values are NaN or infinite", fix=fix)
+        batch = replace(batch, values=scored("values", run.critic.values, of_critic, failure))
     return batch
 
 
@@ -140,17 +149,8 @@ def _with_policy(run: Run, batch: TokenBatch, timer: StepTimer) -> TokenBatch:
     return replace(batch, old_log_probs=batch.rollout_log_probs if bypass else own)
 
 
-def _with_teacher(run: Run, teacher: Teacher, batch: TokenBatch, timer: StepTimer) -> TokenBatch:
-    """Adds the teacher's log-probs and, if the loss reads them, its most likely tokens."""
-    spec, score = run.spec, teacher.log_probs
-    count = min(spec.algorithm.teacher.top_k, len(run.tokenizer)) if spec.lists_teacher else 0
-    if count:
-        score = partial(teacher.top_k, count=count, vocabulary=len(run.tokenizer))
-    with timer("teacher"):
-        sizes = spec.actor.ppo_micro_batch_size_per_gpu, spec.pass_tokens, run.data_ranks
-        found = in_passes(score, replace(batch, experts=None), *sizes)  # another model chooses its own
-    if not found.isfinite().all():
-        raise RunFailure("the teacher gives NaN or infinite log-probs", where="algorithm.teacher.path")
+def _with_teacher(batch: TokenBatch, found: Tensor, count: int) -> TokenBatch:
+    """Adds the teacher's log-probs and, if there are any, its `count` most likely tokens, see `Teacher`."""
     if not count:
         return replace(batch, teacher_log_probs=found)
     own, listed, tail, ids = torch.split(found, [1, count, 1, count], 1)
@@ -166,43 +166,38 @@ def kl_controller(algorithm: AlgorithmSpec) -> KLController:
     return KLController(control.kl_coef, target, control.horizon)
 
 
+@torch.no_grad()
 def with_penalties(
     batch: TokenBatch, algorithm: AlgorithmSpec, controller: KLController, ranks: Ranks
 ) -> tuple[TokenBatch, KLController, dict[str, float]]:
-    """The rewards that the teacher and the KL to the reference leave; as the two functions below."""
-    metrics: dict[str, float] = {}
-    if batch.teacher_log_probs is not None:
-        batch, metrics = with_teacher_in_reward(batch, algorithm, ranks)
-    if algorithm.use_kl_in_reward:
-        batch, controller, penalty = with_kl_in_reward(batch, algorithm, controller, ranks)
-        metrics |= penalty
-    return batch, controller, metrics
-
-
-@torch.no_grad()
-def with_kl_in_reward(
-    batch: TokenBatch, algorithm: AlgorithmSpec, controller: KLController, ranks: Ranks
-) -> tuple[TokenBatch, KLController, dict[str, float]]:
-    """Subtracts β · KL(π_old, π_ref) from the reward of every token.
+    """Subtracts β · KL(π_old, π_ref), and that to the teacher, from the reward of every token, if configured.
 
     Source: Ouyang et al. 2022, "InstructGPT". A token with a non-finite log-prob under π_old gets no
-    penalty: its response is rejected later, and the baseline of its group stays finite.
+    penalty: its response is rejected later, and the baseline of its group stays finite. With
+    `algorithm.teacher.alone` the rewards of the task are 0.
 
     Returns:
-        The batch with the new rewards, the controller for the next batch, `actor/reward_kl_*` metrics.
+        The batch with the new rewards, the controller for the next batch, and the metrics
+        `actor/reward_kl_*` and `distill/reverse_kl`.
 
     Raises:
         RunFailure: the estimator returns a wrong shape or NaN.
     """
-    assert batch.ref_log_probs is not None
-    assert batch.rewards is not None
-    kl, found = _kl_per_token(batch, algorithm, algorithm.kl_penalty, batch.ref_log_probs, ranks)
-    metrics = {
-        "actor/reward_kl_penalty": found.mean,
-        "actor/reward_kl_penalty_coeff": controller.kl_coef,
-    }
-    rewards = batch.rewards - controller.kl_coef * kl
-    return replace(batch, rewards=rewards), controller.updated(found.mean, int(found.count)), metrics
+    teacher, rewards = algorithm.teacher, batch.rewards
+    metrics: dict[str, float] = {}
+    if batch.teacher_log_probs is not None:
+        kl, found = _kl_per_token(batch, algorithm, "k1", batch.teacher_log_probs, ranks)
+        metrics["distill/reverse_kl"] = found.mean
+        rewards = torch.zeros_like(rewards) if teacher.alone else rewards
+        rewards = rewards - teacher.kl_coef * kl if teacher.kl_in == "reward" else rewards
+    if algorithm.use_kl_in_reward:
+        assert batch.ref_log_probs is not None
+        kl, found = _kl_per_token(batch, algorithm, algorithm.kl_penalty, batch.ref_log_probs, ranks)
+        metrics["actor/reward_kl_penalty"] = found.mean
+        metrics["actor/reward_kl_penalty_coeff"] = controller.kl_coef
+        rewards = rewards - controller.kl_coef * kl
+        controller = controller.updated(found.mean, int(found.count))
+    return replace(batch, rewards=rewards), controller, metrics
 
 
 def _kl_per_token(
@@ -218,30 +213,6 @@ def _kl_per_token(
     if not math.isfinite(found.mean):
         raise RunFailure(f"KL estimator {kind} returned NaN or infinity")
     return kl, found
-
-
-@torch.no_grad()
-def with_teacher_in_reward(
-    batch: TokenBatch, algorithm: AlgorithmSpec, ranks: Ranks
-) -> tuple[TokenBatch, dict[str, float]]:
-    """The rewards that a teacher leaves: with `alone` those of the task are 0, with `kl_in: reward` the
-    reward of every token is reduced by kl_coef · KL(π_old, teacher).
-
-    Returns:
-        The batch with the new rewards, and `distill/reverse_kl`.
-
-    Raises:
-        RunFailure: the estimator returns a wrong shape or NaN.
-    """
-    teacher, rewards = algorithm.teacher, batch.rewards
-    assert batch.teacher_log_probs is not None
-    assert rewards is not None
-    kl, found = _kl_per_token(batch, algorithm, "k1", batch.teacher_log_probs, ranks)
-    if teacher.alone:
-        rewards = torch.zeros_like(rewards)
-    if teacher.kl_in == "reward":
-        rewards = rewards - teacher.kl_coef * kl
-    return replace(batch, rewards=rewards), {"distill/reverse_kl": found.mean}
 
 
 def with_advantages(batch: TokenBatch, algorithm: AlgorithmSpec, ranks: Ranks) -> TokenBatch:
@@ -275,13 +246,9 @@ def _whole_batch(batch: TokenBatch, ranks: Ranks) -> tuple[TokenBatch, Tensor]:
         teacher_top_k=None,
         experts=None,
     )
-    if ranks.world_size > 1:
-        columns = {part.name: getattr(reduced, part.name) for part in fields(TokenBatch)}
-        gathered: dict[str, Any] = {
-            name: x if x is None else ranks.all_gather(x) for name, x in columns.items()
-        }
-        counts = ranks.all_gather(reduced.sequences_of_episodes.lengths)
-        reduced = replace(TokenBatch(**gathered), owners=Segments(counts).index)
+    counts = ranks.all_gather(reduced.sequences_of_episodes.lengths)
+    gathered = reduced.mapped(lambda values, _: ranks.all_gather(values))
+    reduced = replace(gathered, owners=Segments(counts).index)
     keys = list(zip(reduced.group_ids.tolist(), reduced.members.tolist(), strict=True))
     order = sorted(range(len(keys)), key=keys.__getitem__)
     places = {keys[place]: index for index, place in enumerate(order)}
@@ -293,7 +260,6 @@ def _whole_batch(batch: TokenBatch, ranks: Ranks) -> tuple[TokenBatch, Tensor]:
 def estimated(batch: TokenBatch, algorithm: AlgorithmSpec) -> Estimate:
     """Advantages (M,) by `algorithm.adv_estimator`, from a whole batch; raises as `with_advantages`."""
     part = ADVANTAGE_ESTIMATORS.part(algorithm.adv_estimator)
-    assert batch.rewards is not None
     inputs = AdvantageInputs(
         token_rewards=batch.rewards,
         units=batch.units,

@@ -1,4 +1,4 @@
-"""Settings of the actor's and the critic's updates, and their learning rates.
+"""Settings of the policy's updates, and the learning rates of policy and critic.
 
 All follow from the spec and the number of the step or update, without state to save.
 """
@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 from functools import partial
 from typing import Literal
 
-from rlctl.algos.rules import AggMode, CorrectionRules, LossRule, RejectRule, ResponseUnit, WeightRule
+from rlctl.algos.rules import CorrectionRules, LossRule, RejectRule, WeightRule
 from rlctl.registry import CORRECTION_WEIGHTS, KL_ESTIMATORS, POLICY_LOSSES
 from rlctl.spec.algorithm import ActorSpec, CriticSpec
 from rlctl.spec.resolve import correction_rules, loss_rule
@@ -20,65 +20,48 @@ from rlctl.spec.run_spec import RunSpec
 
 @dataclass(frozen=True, slots=True)
 class UpdateSettings:
-    """Settings of the actor's updates.
+    """Settings of the policy's updates.
 
     Attributes:
+        actor: the section `actor` of the spec.
         mini_groups: prompts per mini-batch, over all ranks.
         num_minis: mini-batches per batch.
-        micro_sequences: sequences per forward pass on this rank.
-        micro_tokens: tokens per forward pass, see `micro_batches`; None: `micro_sequences` applies.
-        lr_ess_scaling: multiply the learning rate by √ESS of the raw weights.
+        micro_tokens: tokens per forward pass, see `micro_batches`; None: a number of sequences applies.
         centers_scores: subtract the expected score under the sampler, see `rlctl.algos.score_centering`.
-        kl_loss_type: KL estimator of the KL loss; None: no KL in the loss.
         teacher_kl_coef: coefficient of the KL to the teacher in the loss; 0: there is none.
         teacher_kl_type: its KL estimator; None: the KL of the teacher's most likely tokens and the others.
-        router_aux_loss_coef: coefficient of the auxiliary loss of a mixture of experts.
     """
 
+    actor: ActorSpec
     rules: CorrectionRules
     bypass: bool
     loss: LossRule
-    agg_mode: AggMode
     horizon: int
-    ppo_epochs: int
     mini_groups: int
     num_minis: int
-    micro_sequences: int
     max_nonfinite_fraction: float
-    entropy_coeff: float = 0.0
-    kl_loss_type: str | None = None
-    kl_loss_coef: float = 0.0
     teacher_kl_coef: float = 0.0
     teacher_kl_type: str | None = None
     micro_tokens: int | None = None
-    lr_ess_scaling: bool = False
     centers_scores: bool = False
-    router_aux_loss_coef: float = 0.0
 
     @classmethod
     def of(cls, spec: RunSpec) -> UpdateSettings:
         """Reads the settings from the spec."""
-        correction, actor, teacher = spec.algorithm.rollout_correction, spec.actor, spec.algorithm.teacher
+        correction, teacher = spec.algorithm.rollout_correction, spec.algorithm.teacher
         return cls(
+            actor=spec.actor,
             rules=replace(correction_rules(correction), unit=spec.algorithm.unit),
             bypass=correction.bypass_mode,
             loss=loss_rule(spec),
-            agg_mode=actor.loss_agg_mode,
             horizon=spec.data.max_response_length,
-            ppo_epochs=actor.ppo_epochs,
             mini_groups=spec.ppo_mini_batch_size,
             num_minis=spec.data.train_batch_size // spec.ppo_mini_batch_size,
-            micro_sequences=actor.ppo_micro_batch_size_per_gpu,
             max_nonfinite_fraction=correction.max_nonfinite_fraction,
-            entropy_coeff=actor.entropy_coeff,
-            kl_loss_type=actor.kl_loss_type if actor.use_kl_loss else None,
-            kl_loss_coef=actor.kl_loss_coef,
             teacher_kl_coef=teacher.kl_coef if teacher.path and teacher.kl_in == "loss" else 0.0,
             teacher_kl_type=teacher.kl_type,
             micro_tokens=spec.pass_tokens,
-            lr_ess_scaling=actor.lr_ess_scaling,
             centers_scores=correction.score_centering is not None,
-            router_aux_loss_coef=actor.router_aux_loss_coef,
         )
 
     def tightened(self) -> UpdateSettings:
@@ -86,6 +69,11 @@ class UpdateSettings:
         weight = tighter_weight(self.rules.weight) if self.weights_are_applied else self.rules.weight
         reject = tuple(tighter_criterion(rule) for rule in self.rules.reject)
         return replace(self, rules=replace(self.rules, weight=weight, reject=reject))
+
+    @property
+    def kl_loss_type(self) -> str | None:
+        """KL estimator of the KL loss; None: no KL in the loss."""
+        return self.actor.kl_loss_type if self.actor.use_kl_loss else None
 
     @property
     def weights_are_applied(self) -> bool:
@@ -97,16 +85,20 @@ class UpdateSettings:
         return self.rules.weight.level is not None and not (self.bypass and self.loss.has_ratio)
 
     @property
-    def reads_batch(self) -> bool:
-        """Whether the loss reads statistics of the whole mini-batch that depend on π_θ."""
-        return self.loss.reads_batch or bool(self.router_aux_loss_coef)
+    def needs_policy_statistics(self) -> bool:
+        """Whether the loss needs statistics of the whole mini-batch that depend on π_θ."""
+        return self.loss.needs_statistics or bool(self.actor.router_aux_loss_coef)
 
     @property
-    def needs_batch_statistics(self) -> bool:
-        """Whether the loss needs statistics of the whole mini-batch that depend on the correction."""
-        normalizes = self.weights_are_applied and self.rules.weight.normalize
+    def normalizes(self) -> bool:
+        """Whether the loss needs the mean weight of the whole mini-batch."""
+        return self.weights_are_applied and self.rules.weight.normalize
+
+    @property
+    def needs_statistics(self) -> bool:
+        """Whether the loss needs statistics of the whole mini-batch that depend on π_θ or the correction."""
         after = self.rules.loss_denominator == "after_rejection"
-        return normalizes or after or self.reads_batch
+        return self.normalizes or after or self.needs_policy_statistics
 
     @property
     def lists_teacher(self) -> bool:
@@ -130,54 +122,20 @@ class UpdateSettings:
         return self.kl_loss_type is not None or self.teacher_kl_coef > 0
 
     @property
-    def needs_advantage(self) -> bool:
-        """Whether rows with zero advantage have no gradient: no other term of the loss applies to them."""
-        has_terms = bool(self.entropy_coeff or self.router_aux_loss_coef or self.has_kl)
-        return POLICY_LOSSES.part(self.loss.name).needs_advantage and not has_terms
+    def vanishes_without_advantage(self) -> bool:
+        """Whether tokens with advantage 0 have no gradient: no other term of the loss applies to them."""
+        has_terms = bool(self.actor.entropy_coeff or self.actor.router_aux_loss_coef or self.has_kl)
+        return POLICY_LOSSES.part(self.loss.name).vanishes_without_advantage and not has_terms
 
     @property
-    def scales_with_statistics(self) -> bool:
+    def statistics_only_scale(self) -> bool:
         """Whether these statistics only scale the loss, so that its gradient can be scaled afterwards.
 
         Denominators divide all terms equally. The mean weight divides only the policy-gradient term, which
         is proportional to the weights for every loss.
         """
-        if self.reads_batch:
-            return False
-        if not (self.weights_are_applied and self.rules.weight.normalize):
-            return True
-        return not self.entropy_coeff and not self.has_kl
-
-
-@dataclass(frozen=True, slots=True)
-class CriticSettings:
-    """Settings of the critic's updates; attributes as in `UpdateSettings`."""
-
-    cliprange_value: float
-    agg_mode: AggMode
-    unit: ResponseUnit
-    horizon: int
-    ppo_epochs: int
-    mini_groups: int
-    num_minis: int
-    micro_sequences: int
-    micro_tokens: int | None = None
-
-    @classmethod
-    def of(cls, spec: RunSpec) -> CriticSettings:
-        """Reads the settings from the spec; null means the actor's value."""
-        critic = spec.critic
-        return cls(
-            cliprange_value=critic.cliprange_value,
-            agg_mode=critic.loss_agg_mode,
-            horizon=spec.data.max_response_length,
-            ppo_epochs=spec.critic_epochs,
-            unit=spec.algorithm.unit,
-            mini_groups=spec.critic_mini_batch_size,
-            num_minis=spec.data.train_batch_size // spec.critic_mini_batch_size,
-            micro_sequences=spec.critic_micro_batch_size,
-            micro_tokens=spec.critic_max_token_len,
-        )
+        has_other_terms = bool(self.actor.entropy_coeff) or self.has_kl
+        return not self.needs_policy_statistics and not (self.normalizes and has_other_terms)
 
 
 def tighter_weight(rule: WeightRule) -> WeightRule:

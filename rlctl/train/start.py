@@ -83,7 +83,9 @@ def start_run(
         return run_dir, run_rank(dump_spec(spec), str(run_dir), resume is not None, trains)
     for problem in check_trackers(spec):  # only rank 0 needs them
         raise EnvironmentFailure(problem.what, where=problem.key, fix=problem.fix)
-    lines = [f"changed: {line}" for line in changes_of(run_dir, spec)] if _is_there(resume) else []
+    lines: list[str] = []
+    if resume and resume.is_dir() and any(resume.iterdir()):  # otherwise `open_run_dir` says so
+        lines = [f"changed: {line}" for line in changes_of(run_dir, spec)]
     if not spec.is_embedded:
         spec = _updated(spec, "model", revision=hub_commit(spec.model.path, spec.model.revision))
     inputs = file_fingerprints(spec)
@@ -117,11 +119,6 @@ def prove(spec: RunSpec, note: Callable[[str], None]) -> int:
         spec = _updated(spec, "trainer", run_dir=str(directory / "run"), logger=["console"])
         spec = _updated(spec, "rollout", prove_sync=True)
         return start_run(spec, resume=None, note=note, trains=False)[1]
-
-
-def _is_there(resume: Path | None) -> bool:
-    """Whether there may be a run to resume; otherwise `open_run_dir` says so."""
-    return resume is not None and resume.is_dir() and any(resume.iterdir())
 
 
 def changes_of(run_dir: Path, spec: RunSpec) -> list[str]:
@@ -195,13 +192,11 @@ def run_rank(
                 with contextlib.ExitStack() as stack:
                     run = build(spec, Path(run_dir), ranks, stop, startup, watchdog, stack, resume=is_resumed)
                     run.callbacks.extend(callbacks if ranks.is_main else ())
-                    if trains and not ranks.max(
-                        float(stop.signal_number or 0)
-                    ):  # else: a signal during the start
+                    if trains and not ranks.max(float(stop.signal_number)):  # else: a signal during the start
                         train(run)
                         if ranks.is_main:
                             write_summary(run)
-                    stopped_by = int(ranks.max(float(stop.signal_number or 0)))  # maybe of another rank
+                    stopped_by = int(ranks.max(float(stop.signal_number)))  # maybe of another rank
                 leave_ranks()
             if stopped_by:
                 return 128 + stopped_by

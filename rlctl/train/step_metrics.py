@@ -1,6 +1,7 @@
 """What a step reports: metrics of its batch, seconds by phase, and warnings.
 
-Sums of a batch are merged over ranks before any division.
+Sums are merged over ranks, in one reduction for the sampled episodes and one for the tokens that were trained
+on, before any division.
 """
 
 from __future__ import annotations
@@ -16,19 +17,95 @@ from torch import Tensor
 
 from rlctl.algos.correction import clamped_exp
 from rlctl.algos.estimators import has_spread
-from rlctl.algos.segments import HostSums, Moments, Sums, moments, ratio
+from rlctl.algos.segments import HostSums, Moments, Sums, counts, moments, ratio
 from rlctl.batch import Episode, TokenBatch
 from rlctl.environment.protocol import STOP_REASONS
+from rlctl.errors import RunFailure
+from rlctl.reward.build import refuse_errors
 from rlctl.reward.protocol import FailureKind
 
 if TYPE_CHECKING:
     from rlctl.reward.protocol import Graded
+    from rlctl.spec.run_spec import RunSpec
+    from rlctl.train.run import Run
+
+#: Mean square of the log-ratio of a few tokens sampled right after a weight sync.
+ENGINE = "rollout_corr/split/engine"
 
 _MAX_NAMED = 8
 #: Metrics of episodes whose maximum is logged beside the mean.
 _WITH_MAX = ("num_turns", "num_sequences")
 #: Turns whose mismatch is logged separately.
 _NUM_TURNS = 4
+
+
+def metrics_of_episodes(run: Run, graded: Graded) -> dict[str, float]:
+    """Metrics of the episodes that were sampled, over all ranks.
+
+    Raises:
+        RunFailure: too many responses could not be graded, or failed by faults of the environment.
+    """
+    spec, ranks, version = run.spec, run.ranks, run.policy_version
+    has_ages = spec.rollout.in_flight or spec.rollout.max_age_updates is not None
+    own = episode_sums(graded, version, spec.data.max_prompt_length)
+    if has_ages:
+        own |= age_sums(graded, version, spec.rollout.max_age_updates)
+    if spec.environment.has_episodes:
+        names = set(ranks.exchange([name for episode in graded.episodes for name in episode.metrics]))
+        own |= environment_sums(graded, sorted(names))
+    sums = ranks.all_reduce({name: value.to(ranks.device) for name, value in own.items()})
+    errors = graded.rewards.errors + (graded.baseline.errors if graded.baseline else [])
+    refuse_ungraded(run, sums["invalid"], spec.data.train_batch_size * spec.rollout.n, errors)
+    _refuse_failed(run, sums["failed"], sums["response_length.n"], graded)
+    metrics = episode_metrics(sums, compares_siblings=spec.algorithm.estimator_needs("group_ids"))
+    if has_ages:
+        metrics |= age_metrics(sums)
+    return metrics | (environment_metrics(sums) if spec.environment.has_episodes else {})
+
+
+def metrics_of_tokens(
+    run: Run, batch: TokenBatch, training_log_probs: Tensor, probed: float | None
+) -> dict[str, float]:
+    """Metrics of the tokens that were trained on, over all ranks.
+
+    Args:
+        training_log_probs: (M,) log π_train of the correction.
+        probed: see `ratio_metrics`.
+    """
+    spec = run.spec
+    own = token_sums(batch) | ratio_sums(batch, training_log_probs, spec)
+    if spec.environment.has_episodes:
+        own |= turn_sums(batch, training_log_probs)
+    sums = run.data_ranks.all_reduce(own)
+    metrics = token_metrics(sums) | ratio_metrics(sums, spec, probed)
+    return metrics | (turn_metrics(sums) if spec.environment.has_episodes else {})
+
+
+def refuse_ungraded(run: Run, num_failed: float, num_total: float, errors: list[str]) -> None:
+    """Ends the run if too many responses could not be graded (a collective).
+
+    Args:
+        num_failed, num_total: responses over all ranks.
+        errors: this rank's failures.
+
+    Raises:
+        RunFailure: see `refuse_errors`.
+    """
+    limit = run.spec.reward.max_error_fraction
+    refuse_errors(num_failed, num_total, lambda: run.ranks.first("".join(errors[:1])), limit)
+
+
+def _refuse_failed(run: Run, num_failed: float, num_whole: float, graded: Graded) -> None:
+    """Ends the run if too many episodes failed by faults of the environment (a collective)."""
+    limit, total = run.spec.environment.max_failed_fraction, num_failed + num_whole
+    if num_failed > limit * total:
+        first = run.ranks.first(next((e.error for e in graded.episodes if e.error), ""))
+        what = f"{num_failed:.0f} of {total:.0f} episodes failed by faults of the environment"
+        fix = f"correct the environment, or raise environment.max_failed_fraction (now {limit:g})"
+        raise RunFailure(f"{what}; the first: {first}", where="environment", fix=fix)
+
+
+# --- episodes that were sampled ----------------------------------------------------------------------
 
 
 def episode_sums(graded: Graded, policy_version: int, max_prompt_length: int) -> Sums:
@@ -40,38 +117,75 @@ def episode_sums(graded: Graded, policy_version: int, max_prompt_length: int) ->
     by faults of the environment (which are in no other sum), groups, and flat_groups, whose grades (without
     the overlong penalty) are equal.
     """
-    rewards, is_whole = graded.rewards, [not episode.error for episode in graded.episodes]
-    whole = torch.tensor(is_whole, dtype=torch.bool)
-    valid, episodes = graded.valid & whole, [e for e, ok in zip(graded.episodes, is_whole, strict=True) if ok]
-    num_groups = len({episode.task.group_id for episode in episodes})
-    num_aborted = sum(episode.aborted for episode in episodes)
-
-    def of_each(values: Iterable[float]) -> Tensor:
-        return torch.tensor(list(values), dtype=torch.float64)
-
-    def number(count: float) -> Tensor:
-        return torch.tensor(float(count), dtype=torch.float64)
-
-    prompts = of_each(len(episode.task.prompt_ids) for episode in episodes)
+    rewards, whole = graded.rewards, _whole(graded)
+    valid = graded.valid & torch.tensor([not episode.error for episode in graded.episodes], dtype=torch.bool)
+    num_groups, num_aborted = len({e.task.group_id for e in whole}), sum(e.aborted for e in whole)
+    prompts = _column(len(episode.task.prompt_ids) for episode in whole)
     groups = torch.tensor([episode.task.group_id for episode in graded.episodes], dtype=torch.int64)[valid]
     spread = has_spread(rewards.graded[valid], groups)
-    sums = moments("score", rewards.scores[valid])
-    sums |= moments("response_length", of_each(episode.num_sampled for episode in episodes))
-    sums |= moments("prompt_length", prompts)
-    sums |= moments("staleness", ages_of(episodes, policy_version))
+    sums = moments("score", rewards.scores[valid]) | moments("prompt_length", prompts)
+    sums |= moments("response_length", _column(episode.num_sampled for episode in whole))
+    sums |= moments("staleness", ages_of(whole, policy_version))
     for term, scores in rewards.parts.items():
         sums |= moments(f"term.{term}", scores.nan_to_num(), valid & ~scores.isnan())
-        sums[f"errors.{term}"] = number(rewards.errors_by_term.get(term, 0))
-    return sums | {
-        "full_prompts": (prompts >= max_prompt_length).double().sum(),
-        "truncated": number(sum(episode.truncated for episode in episodes)),
-        "aborted": number(num_aborted),
-        "invalid": number(len(episodes) - num_aborted) - valid.double().sum(),
-        "timeouts": number(sum(rewards.timeouts.values())),
-        "failed": number(is_whole.count(False)),
-        "groups": number(num_groups),
-        "flat_groups": number(num_groups - len(set(groups[spread].tolist()))),
+    numbers = {
+        "full_prompts": int((prompts >= max_prompt_length).sum()),
+        "truncated": sum(episode.truncated for episode in whole),
+        "aborted": num_aborted,
+        "invalid": len(whole) - num_aborted - int(valid.sum()),
+        "timeouts": sum(rewards.timeouts.values()),
+        "failed": len(graded.episodes) - len(whole),
+        "groups": num_groups,
+        "flat_groups": num_groups - len(set(groups[spread].tolist())),
     }
+    numbers |= {f"errors.{term}": rewards.errors_by_term.get(term, 0) for term in rewards.parts}
+    return sums | counts(numbers)
+
+
+def _whole(graded: Graded) -> list[Episode]:
+    """The episodes that did not fail by faults of the environment."""
+    return [episode for episode in graded.episodes if not episode.error]
+
+
+def _column(values: Iterable[float]) -> Tensor:
+    return torch.tensor(list(values), dtype=torch.float64)
+
+
+def episode_metrics(sums: HostSums, *, compares_siblings: bool) -> dict[str, float]:
+    """Metrics of the sampled episodes, under verl's names, from `episode_sums`.
+
+    `reward/zero_spread_groups` is included only if the estimator compares the responses of a group.
+    """
+    names = {"critic/score": "score"} | {name: name for name in ("response_length", "prompt_length")}
+    metrics = _extremes(sums, names)
+    terms = [name.removeprefix("errors.") for name in sums if name.startswith("errors.")]
+    for term in terms if len(terms) > 1 else ():  # one term equals `critic/score`
+        metrics[f"reward/{term}/mean"] = Moments.read(sums, f"term.{term}").mean
+        metrics[f"reward/{term}/num_errors"] = sums[f"errors.{term}"]
+    if compares_siblings:
+        metrics["reward/zero_spread_groups"] = ratio(sums["flat_groups"], sums["groups"])
+    lengths, staleness = Moments.read(sums, "response_length"), Moments.read(sums, "staleness")
+    return metrics | {
+        "response_length/clip_ratio": ratio(sums["truncated"], lengths.count),
+        "prompt_length/clip_ratio": ratio(sums["full_prompts"], lengths.count),
+        "response/num_aborted": sums["aborted"],
+        "reward/num_errors": sums["invalid"],
+        "reward/num_timeouts": sums["timeouts"],
+        "reward/error_fraction": ratio(sums["invalid"], lengths.count),
+        "training/staleness_mean": staleness.mean,
+        "training/staleness_max": staleness.max,
+        "perf/total_num_tokens": lengths.total + sums["prompt_length.x"],
+    }
+
+
+def _extremes(sums: HostSums, names: Mapping[str, str]) -> dict[str, float]:
+    """Mean, largest and smallest value of moments, by the name of the metric, of those that there are."""
+    metrics: dict[str, float] = {}
+    for name, key in names.items():
+        if f"{key}.n" in sums:
+            values = Moments.read(sums, key)
+            metrics |= {f"{name}/mean": values.mean, f"{name}/max": values.max, f"{name}/min": values.min}
+    return metrics
 
 
 def ages_of(episodes: Sequence[Episode], policy_version: int) -> Tensor:
@@ -79,11 +193,8 @@ def ages_of(episodes: Sequence[Episode], policy_version: int) -> Tensor:
 
     0 for an episode without sampled tokens.
     """
-    oldest = [
-        min((int(s.versions.min()) for s in e.sequences if len(s.versions)), default=policy_version)
-        for e in episodes
-    ]
-    return policy_version - torch.tensor(oldest, dtype=torch.float64)
+    versions = ([int(s.versions.min()) for s in e.sequences if len(s.versions)] for e in episodes)
+    return policy_version - _column(min(found, default=policy_version) for found in versions)
 
 
 def age_sums(graded: Graded, policy_version: int, limit: int | None) -> Sums:
@@ -91,7 +202,7 @@ def age_sums(graded: Graded, policy_version: int, limit: int | None) -> Sums:
 
     Moments: `age` per token, and with a limit, for the episodes `older` than it and those `within` it,
     `length` in sampled tokens, `score`, and `prompt_score`, the mean score of the group's graded episodes.
-    Counts: `mixed` episodes, whose tokens were sampled by more than one version.
+    Counts: `aged` episodes, and `mixed` ones, whose tokens were sampled by more than one version.
     """
     places = graded.valid.nonzero().squeeze(1)
     episodes = [graded.episodes[place] for place in places.tolist()]
@@ -99,13 +210,13 @@ def age_sums(graded: Graded, policy_version: int, limit: int | None) -> Sums:
     none = torch.empty(0, dtype=torch.int64)
     versions = [torch.cat([none, *(s.versions for s in episode.sequences)]) for episode in episodes]
     sums = moments("age", policy_version - torch.cat([none, *versions]))
-    sums["mixed"] = torch.tensor(float(sum(len(set(found.tolist())) > 1 for found in versions)))
+    sums |= counts({"aged": len(episodes), "mixed": sum(len(set(x.tolist())) > 1 for x in versions)})
     if limit is None:
         return sums
     groups = torch.tensor([episode.task.group_id for episode in episodes], dtype=torch.int64)
     prompt_scores = torch.bincount(groups, scores) / torch.bincount(groups)
     columns = {
-        "length": torch.tensor([float(episode.num_sampled) for episode in episodes]),
+        "length": _column(episode.num_sampled for episode in episodes),
         "score": scores,
         "prompt_score": prompt_scores[groups],
     }
@@ -115,12 +226,11 @@ def age_sums(graded: Graded, policy_version: int, limit: int | None) -> Sums:
     return sums
 
 
-def age_metrics(sums: HostSums, num_episodes: float) -> dict[str, float]:
+def age_metrics(sums: HostSums) -> dict[str, float]:
     """`age/*` of the whole batch, from `age_sums`."""
-    tokens = Moments.read(sums, "age")
     metrics = {
-        "age/token_mean": tokens.mean,
-        "age/mixed_episodes": ratio(sums["mixed"], num_episodes),
+        "age/token_mean": Moments.read(sums, "age").mean,
+        "age/mixed_episodes": ratio(sums["mixed"], sums["aged"]),
     }
     if "older.length.n" not in sums:
         return metrics
@@ -136,39 +246,68 @@ def environment_sums(graded: Graded, names: Iterable[str]) -> Sums:
     """Sums over the episodes of environments that this rank sampled, without those that failed.
 
     Moments of their metrics with these names, the same on every rank; a number that an episode does not have
-    is left out. Counts: whole and failed episodes, `stop.REASON`, sampled tokens, and observed tokens, which
-    follow the first sampled token of their sequence and were not sampled.
+    is left out. Counts: `stop.REASON`, and `observed` tokens, which follow the first sampled token of their
+    sequence and were not sampled.
     """
-    whole = [episode for episode in graded.episodes if not episode.error]
+    whole = _whole(graded)
     sums: Sums = {}
     for name in names:
-        found = [episode.metrics[name] for episode in whole if name in episode.metrics]
-        sums |= moments(f"environment.{name}", torch.tensor(found, dtype=torch.float64))
-    sequences = [sequence for episode in whole for sequence in episode.sequences]
-    counts = {
-        "episodes": len(whole),
-        "failed": len(graded.episodes) - len(whole),
-        "sampled": sum(int(s.sampled.sum()) for s in sequences),
-        "observed": sum(int((~s.sampled & (s.sampled.cumsum(0) > 0)).sum()) for s in sequences),
-    }
-    counts |= {f"stop.{reason}": sum(e.stop_reason == reason for e in whole) for reason in STOP_REASONS}
-    return sums | {name: torch.tensor(float(count), dtype=torch.float64) for name, count in counts.items()}
+        found = _column(episode.metrics[name] for episode in whole if name in episode.metrics)
+        sums |= moments(f"environment.{name}", found)
+    sampled = [sequence.sampled for episode in whole for sequence in episode.sequences]
+    observed = sum(int((~flags & (flags.cumsum(0) > 0)).sum()) for flags in sampled)
+    stops = {f"stop.{reason}": sum(e.stop_reason == reason for e in whole) for reason in STOP_REASONS}
+    return sums | counts(stops | {"observed": observed})
 
 
 def environment_metrics(sums: HostSums) -> dict[str, float]:
-    """`episode/*` of the whole batch, from `environment_sums`."""
+    """`episode/*` of the whole batch, from `environment_sums` and `episode_sums`."""
     metrics: dict[str, float] = {}
-    for name in (key[len("environment.") : -2] for key in sums if key.endswith(".n")):
+    prefix = "environment."
+    for name in (key[len(prefix) : -2] for key in sums if key.startswith(prefix) and key.endswith(".n")):
         values = Moments.read(sums, f"environment.{name}")
         metrics[f"episode/{name}/mean" if name in _WITH_MAX else f"episode/{name}"] = values.mean
         if name in _WITH_MAX:
             metrics[f"episode/{name}/max"] = values.max
+    sampled = Moments.read(sums, "response_length")
     for reason in STOP_REASONS:
-        metrics[f"episode/stop/{reason}"] = ratio(sums[f"stop.{reason}"], sums["episodes"])
+        metrics[f"episode/stop/{reason}"] = ratio(sums[f"stop.{reason}"], sampled.count)
     return metrics | {
         "episode/num_failed": sums["failed"],
-        "episode/observation_fraction": ratio(sums["observed"], sums["observed"] + sums["sampled"]),
+        "episode/observation_fraction": ratio(sums["observed"], sums["observed"] + sampled.total),
     }
+
+
+# --- tokens that were trained on -----------------------------------------------------------------------
+
+
+def token_sums(batch: TokenBatch) -> Sums:
+    """Moments of what this rank trains on: `reward` per episode, `advantage`, `value`, `return` per token.
+
+    With routing replay also `live_routed`, the number of tokens whose experts the engine did not report; the
+    last one of a sequence, which is not read, does not count.
+    """
+    assert batch.advantages is not None
+    sums = moments("reward", batch.units.episode.sum(batch.rewards)) | moments("advantage", batch.advantages)
+    if batch.values is not None and batch.returns is not None:
+        sums |= moments("value", batch.values) | moments("return", batch.returns)
+    if batch.experts is not None:
+        is_live = (batch.experts < 0).flatten(1).all(1)
+        is_last = batch.sequences.places + 1 == batch.sequences.spread(batch.lengths)
+        sums["live_routed"] = (is_live & ~is_last).double().sum()
+    return sums
+
+
+def token_metrics(sums: HostSums) -> dict[str, float]:
+    """Metrics of the batch, under verl's names, from `token_sums`."""
+    names = {
+        "critic/rewards": "reward",
+        "critic/advantages": "advantage",
+        "critic/values": "value",
+        "critic/returns": "return",
+    }
+    routed = {"actor/live_routed_tokens": sums["live_routed"]} if "live_routed" in sums else {}
+    return _extremes(sums, names) | routed
 
 
 def turn_sums(batch: TokenBatch, training_log_probs: Tensor) -> Sums:
@@ -198,63 +337,56 @@ def turn_metrics(sums: HostSums) -> dict[str, float]:
     return metrics
 
 
-def token_sums(batch: TokenBatch) -> Sums:
-    """Moments of what this rank trains on: `reward` per episode, `advantage`, `value`, `return` per token.
+def ratio_sums(batch: TokenBatch, training_log_probs: Tensor, spec: RunSpec) -> Sums:
+    """Moments of log π_train − log π_rollout of what this rank trains on: of all tokens, `fresh` and `mixed`.
 
-    With routing replay also `live_routed`, the number of tokens whose experts the engine did not report; the
-    last one of a sequence, which is not read, does not count.
+    Both are sampled by the weights under which π_train is computed. The keys and values that `mixed` ones
+    attend to may be of older weights, because these sampled earlier tokens of their sequence.
     """
-    assert batch.rewards is not None
-    assert batch.advantages is not None
-    sums = moments("reward", batch.units.episode.sum(batch.rewards)) | moments("advantage", batch.advantages)
-    if batch.values is not None and batch.returns is not None:
-        sums |= moments("value", batch.values) | moments("return", batch.returns)
-    if batch.experts is not None:
-        is_live = (batch.experts < 0).flatten(1).all(1)
-        is_last = batch.sequences.places + 1 == batch.sequences.spread(batch.lengths)
-        sums["live_routed"] = (is_live & ~is_last).double().sum()
-    return sums
+    assert batch.age is not None
+    gaps, sequence = training_log_probs - batch.rollout_log_probs, batch.units.sequence
+    current = (batch.age == 0) & gaps.isfinite()
+    if spec.algorithm.rollout_correction.bypass_mode:  # π_train moves with every update after the first
+        current &= batch.units.episode.spread(batch.group_ids < spec.ppo_mini_batch_size)
+    there = sequence.lengths > 0
+    first = torch.zeros_like(sequence.lengths)
+    first[there] = batch.versions[sequence.starts[there]]
+    mixed = batch.versions != sequence.spread(first)
+    sums = moments("all", gaps[gaps.isfinite()])
+    sums |= moments("fresh", gaps[current & ~mixed]) | moments("mixed", gaps[current & mixed])
+    return sums | {"num_mixed": mixed.sum().double()}
 
 
-def batch_metrics(sums: HostSums, *, compares_siblings: bool) -> dict[str, float]:
-    """Metrics of the whole batch, under verl's names, from `episode_sums` and `token_sums`.
+def ratio_metrics(sums: HostSums, spec: RunSpec, probed: float | None) -> dict[str, float]:
+    """`rollout_corr/split/*`: parts of the mean square of the log-ratio, nats², whose sum it is.
 
-    `reward/zero_spread_groups` is included only if the estimator compares the responses of a group.
+    Independent parts add up in the mean square. A part that the step does not tell is left out; then so are
+    those that follow from it. `probed`: the mean square right after a weight sync, without truncation.
     """
-    logged = {
-        "critic/score": "score",
-        "critic/rewards": "reward",
-        "critic/advantages": "advantage",
-        "critic/values": "value",
-        "critic/returns": "return",
-        "response_length": "response_length",
-        "prompt_length": "prompt_length",
-    }
-    metrics: dict[str, float] = {}
-    for name, key in logged.items():
-        if f"{key}.n" in sums:
-            values = Moments.read(sums, key)
-            metrics |= {f"{name}/mean": values.mean, f"{name}/max": values.max, f"{name}/min": values.min}
-    terms = [name.removeprefix("errors.") for name in sums if name.startswith("errors.")]
-    for term in terms if len(terms) > 1 else ():  # one term equals `critic/score`
-        metrics[f"reward/{term}/mean"] = Moments.read(sums, f"term.{term}").mean
-        metrics[f"reward/{term}/num_errors"] = sums[f"errors.{term}"]
-    if compares_siblings:
-        metrics["reward/zero_spread_groups"] = ratio(sums["flat_groups"], sums["groups"])
-    if "live_routed" in sums:
-        metrics["actor/live_routed_tokens"] = sums["live_routed"]
-    lengths, staleness = Moments.read(sums, "response_length"), Moments.read(sums, "staleness")
-    return metrics | {
-        "response_length/clip_ratio": ratio(sums["truncated"], lengths.count),
-        "prompt_length/clip_ratio": ratio(sums["full_prompts"], lengths.count),
-        "response/num_aborted": sums["aborted"],
-        "reward/num_errors": sums["invalid"],
-        "reward/num_timeouts": sums["timeouts"],
-        "reward/error_fraction": ratio(sums["invalid"], lengths.count),
-        "training/staleness_mean": staleness.mean,
-        "training/staleness_max": staleness.max,
-        "perf/total_num_tokens": lengths.total + sums["prompt_length.x"],
-    }
+
+    def square(name: str) -> float | None:
+        values = Moments.read(sums, name)
+        return values.squares / values.count if values.count else None
+
+    total, fresh, mixed = map(square, ("all", "fresh", "mixed"))
+    rollout = spec.rollout
+    truncates = rollout.top_p < 1 or rollout.top_k > 0 or rollout.min_p > 0
+    is_apart = not truncates or rollout.exact_sampling  # then fresh tokens show the engine alone
+    engine = fresh if is_apart and fresh is not None else probed
+    found = {} if engine is None else {ENGINE: engine}
+    if not is_apart and engine is not None and fresh is not None:
+        found["rollout_corr/split/kept_set"] = max(fresh - engine, 0.0)
+    known = fresh if fresh is not None else engine if is_apart else None
+    if known is None or total is None:
+        return found
+    share = ratio(sums["num_mixed"], Moments.read(sums, "all").count)
+    cache = share * max(mixed - known, 0.0) if mixed is not None else 0.0
+    if mixed is not None:
+        found["rollout_corr/split/cache"] = cache
+    return found | {"rollout_corr/split/staleness": max(total - known - cache, 0.0)}
+
+
+# --- seconds, notices and warnings ---------------------------------------------------------------------
 
 
 class StepTimer:

@@ -51,9 +51,9 @@ _SILENT_S = 10.0
 
 @dataclass
 class StopRequest:
-    """The signal that requested the end of the run, if any."""
+    """The signal that requested the end of the run; 0: none."""
 
-    signal_number: int | None = None
+    signal_number: int = 0
     at_once: bool = False
     """End the process at the first signal: while ranks wait for one another there is nothing to save."""
     is_shown: bool = False
@@ -78,7 +78,7 @@ def catching_signals(on_second: Callable[[int], None] = end_process) -> Iterator
         nonlocal first_signal_at
         if request.at_once:
             os._exit(128 + number)
-        if request.signal_number is None:
+        if not request.signal_number:
             request.signal_number, first_signal_at = number, time.monotonic()
             if os.environ.get("RANK", "0") == "0" and not request.is_shown:  # one rank prints
                 # A handler must not use buffered output. stderr may be closed, with its ssh session.

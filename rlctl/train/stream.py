@@ -12,77 +12,59 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import FIRST_COMPLETED, Executor, Future, wait
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import torch
 
 from rlctl.algos.estimators import spread_probability
 from rlctl.batch import Episode, Group, Task, TokenLists
 from rlctl.batch import Sequence as TokenSequence
-from rlctl.data.prompts import PromptDataset
 from rlctl.engine.ranks import Ranks
-from rlctl.environment.build import EpisodeSource
 from rlctl.errors import RunFailure, first_line
-from rlctl.rollout.protocol import InFlightRollout, LockedRollout, sampling_of, step_seed
+from rlctl.rollout.protocol import sampling_of, step_seed
 from rlctl.spec.run_spec import RunSpec
+
+if TYPE_CHECKING:
+    from rlctl.train.run import Run
 
 _STATE = "rollouts_rank_{rank:05d}.pt"
 #: What a group consists of, besides tensors and plain data.
 _RECORDS = (Episode, Task, TokenSequence, TokenLists)
 
 
-def sample_groups(
-    spec: RunSpec,
-    ranks: Ranks,
-    prompts: PromptDataset,
-    rollout: LockedRollout | InFlightRollout,
-    source: EpisodeSource,
-    step: int,
-    index: int,
-) -> list[Group]:
-    """Samples this rank's groups of a step, of `rollout.n` episodes each; in flight only that at `index`."""
-    tasks = step_tasks(spec, ranks, prompts, step)
-    tasks = tasks[index : index + 1] if spec.rollout.in_flight else tasks
-    seed = step_seed(spec.trainer.seed, step)
-    groups = source.groups(rollout, tasks, spec.rollout.n, sampling_of(spec), seed)
+def sample_groups(run: Run, step: int, index: int) -> list[Group]:
+    """Samples this rank's groups of a step, of `rollout.n` episodes each; in flight only that at `index`.
+
+    The `group_id` of a task is its index in the whole batch.
+    """
+    spec, prompts, places = run.spec, run.train_prompts, places_of(run.spec, run.ranks)
+    seed, size = spec.trainer.seed, spec.data.train_batch_size
+    rows = prompts.batch_indices(step - 1, size, seed=seed, shuffle=spec.data.shuffle)
+    places = places[index : index + 1] if spec.rollout.in_flight else places
+    tasks = prompts.tasks([rows[place] for place in places], places)
+    rollout = run.sampling_ahead if spec.rollout.max_staleness else run.rollout
+    sampling = sampling_of(spec)
+    groups = run.episodes.groups(rollout, tasks, spec.rollout.n, sampling, step_seed(seed, step))
     if spec.environment.has_episodes:  # ranks make different numbers of requests
         rollout.finish()
     return groups
 
 
-def step_tasks(spec: RunSpec, ranks: Ranks, prompts: PromptDataset, step: int) -> list[Task]:
-    """This rank's tasks of one step; `group_id` is their index in the whole batch."""
-    batch_size = spec.data.train_batch_size
-    indices = prompts.batch_indices(step - 1, batch_size, seed=spec.trainer.seed, shuffle=spec.data.shuffle)
-    mine = places_of(spec, ranks)
-    return prompts.tasks([indices[place] for place in mine], mine)
-
-
 def places_of(spec: RunSpec, ranks: Ranks) -> list[int]:
-    """`rank_positions` of a run's batches."""
-    sizes = spec.data.train_batch_size, spec.ppo_mini_batch_size
-    return rank_positions(*sizes, rank=ranks.rank, world_size=ranks.world_size)
-
-
-def rank_positions(
-    train_batch_size: int, ppo_mini_batch_size: int, *, rank: int, world_size: int
-) -> list[int]:
-    """Indices in the whole batch of this rank's prompts, in its order.
+    """Indices in the whole batch of the prompts that this rank samples, in its order.
 
     Every mini-batch is divided evenly among the ranks, so that mini-batch k contains the same
     prompts for any number of ranks.
     """
-    share = ppo_mini_batch_size // world_size
-    return [
-        start + rank * share + i
-        for start in range(0, train_batch_size, ppo_mini_batch_size)
-        for i in range(share)
-    ]
+    mini_batch = spec.ppo_mini_batch_size
+    share = mini_batch // ranks.world_size
+    starts = range(ranks.rank * share, spec.data.train_batch_size, mini_batch)
+    return [start + i for start in starts for i in range(share)]
 
 
-def placed(group: Group, place: int, weight: float | None = None) -> Group:
-    """The group with its index in the whole batch as `group_id`, and with a weight."""
+def placed(group: Group, place: int) -> Group:
+    """The group with its index in the whole batch as `group_id`."""
     task = replace(group[0].task, group_id=place)
-    task = task if weight is None else replace(task, weight=weight)
     return tuple(replace(episode, task=task) for episode in group)
 
 

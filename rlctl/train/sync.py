@@ -14,9 +14,8 @@ from rlctl.errors import RunFailure
 from rlctl.rollout.completions import MERGE_LORA
 from rlctl.rollout.protocol import Sampling, step_seed
 from rlctl.train.deal import deal
-from rlctl.train.ratio_parts import ENGINE
 from rlctl.train.run import is_sync_due
-from rlctl.train.step_metrics import StepTimer
+from rlctl.train.step_metrics import ENGINE, StepTimer
 
 if TYPE_CHECKING:
     from collections.abc import Collection

@@ -37,7 +37,7 @@ from rlctl.registry import KL_ESTIMATORS, POLICY_LOSSES
 from rlctl.spec.run_spec import GuardrailsSpec
 from rlctl.train.deal import micro_batches, mini_batches, num_passes
 from rlctl.train.guardrails import UpdateDecision, decide_update
-from rlctl.train.objective import BatchNormalizers, actor_loss
+from rlctl.train.objective import BatchStatistics, actor_loss, no_sums
 from rlctl.train.settings import UpdateSettings
 from rlctl.user_code import USER_MODULES
 
@@ -51,7 +51,6 @@ class Updated:
         num_updates: optimizer steps that changed the weights.
         seen: log-probs, weights and masks of this rank's tokens.
         decisions: decisions of the guardrails, one per checked update.
-        lr_scale: learning-rate factor with which the guardrails start the next update.
         layout: how the model read the last mini-batch, in words.
     """
 
@@ -59,7 +58,6 @@ class Updated:
     num_updates: int
     seen: SeenTokens
     decisions: list[UpdateDecision]
-    lr_scale: float
     layout: str
 
 
@@ -90,13 +88,22 @@ class SeenTokens:
         none = torch.zeros_like(settings.rules.segments(batch.units, "sequence").lengths, dtype=torch.bool)
         return cls(zeros, zeros.clone(), zeros.bool(), none, none.clone())
 
-    def store(self, part: SeenTokens, tokens: Tensor, responses: Tensor) -> None:
-        """Takes over a part with these indices; a response that was not finite once stays so."""
-        self.training_log_probs[tokens] = part.training_log_probs
-        self.weights[tokens] = part.weights
-        self.keep[tokens] = part.keep
-        self.nonfinite[responses] |= part.nonfinite
-        self.saturated[responses] |= part.saturated
+    def note(
+        self, mini: MiniBatch, part: _Part, correction: Correction, log_probs: Tensor, factor: float
+    ) -> None:
+        """Notes a micro-batch, its log-probs (m,) under π_θ, and the divisor of its weights.
+
+        A response that was not finite once stays so.
+        """
+        settings, given = mini.settings, part.batch
+        assert given.old_log_probs is not None
+        tokens, responses = mini.tokens[part.tokens], mini.responses[part.responses]
+        unit = settings.rules.segments(given.units, "sequence")
+        weights = correction.weights / factor if settings.weights_are_applied else correction.keep.float()
+        self.training_log_probs[tokens] = log_probs if settings.bypass else given.old_log_probs
+        self.weights[tokens], self.keep[tokens] = weights, correction.keep
+        self.nonfinite[responses] |= correction.nonfinite | unit.any(~log_probs.isfinite())
+        self.saturated[responses] |= correction.saturated
 
 
 @dataclass(frozen=True, slots=True)
@@ -109,7 +116,6 @@ class _MiniResult:
     applied: bool
     could_not_step: bool
     decision: UpdateDecision | None
-    seen: SeenTokens
 
 
 @dataclass(frozen=True, slots=True)
@@ -127,6 +133,7 @@ class MiniBatch:
     """The episodes of one optimizer step on this rank, and their division into forward passes.
 
     Attributes:
+        tokens, responses: their indices in the batch of all mini-batches.
         num_passes: forward passes of every rank: under ZeRO they are collectives. A rank with fewer parts
             makes idle ones.
         num_forward_only: number of leading passes that need no backward pass on any rank.
@@ -134,6 +141,8 @@ class MiniBatch:
     """
 
     batch: TokenBatch
+    tokens: Tensor
+    responses: Tensor
     parts: list[_Part]
     num_passes: int
     num_forward_only: int
@@ -143,21 +152,17 @@ class MiniBatch:
     settings: UpdateSettings
 
     @classmethod
-    def of(cls, batch: TokenBatch, actor: TrainEngine, ranks: Ranks, settings: UpdateSettings) -> MiniBatch:
-        """Divides `batch` into micro-batches (all ranks call this)."""
-        no_gradient = None
-        if settings.needs_advantage and batch.advantages is not None:
+    def of(
+        cls, whole: TokenBatch, chosen: Tensor, actor: TrainEngine, ranks: Ranks, settings: UpdateSettings
+    ) -> MiniBatch:
+        """Divides the chosen episodes (k,) of `whole` into micro-batches (all ranks call this)."""
+        batch, no_gradient = whole.pick(chosen), None
+        if settings.vanishes_without_advantage and batch.advantages is not None:
             no_gradient = ~batch.units.episode.any(batch.advantages != 0.0)
+        sizes = settings.actor.ppo_micro_batch_size_per_gpu, settings.micro_tokens
         parts = [
-            _Part(
-                batch.pick(episodes),
-                episodes,
-                batch.units.episode.entries_of(episodes),
-                _responses(batch, episodes, settings),
-            )
-            for episodes in micro_batches(
-                batch, settings.micro_sequences, settings.micro_tokens, first=no_gradient
-            )
+            _Part(batch.pick(episodes), episodes, *_indices(batch, episodes, settings))
+            for episodes in micro_batches(batch, *sizes, first=no_gradient)
         ]
         count, forward_only = num_passes(len(parts), ranks), 0
         if no_gradient is not None and count > 1:
@@ -166,31 +171,28 @@ class MiniBatch:
             forward_only = int(ranks.min(float(min([*needed, last]))))
         idle = idle_inputs(batch.token_ids.device)
         layout = actor.plan([part.batch.inputs for part in parts] or [idle])
-        return cls(batch, parts, count, forward_only, layout, actor, ranks, settings)
-
-    def policy(self, part: _Part | None) -> PolicyOutput:
-        """The policy's output for one micro-batch; None: for a token that nothing is computed from."""
-        inputs = part.batch.inputs if part else idle_inputs(self.batch.token_ids.device)
-        settings = self.settings
-        asked = {"routing": True} if settings.router_aux_loss_coef else {}
-        asked |= {"tail": True} if settings.lists_teacher else {}
-        return self.actor.policy(inputs, entropy_grad=settings.entropy_coeff > 0, **asked)
+        indices = _indices(whole, chosen, settings)
+        return cls(batch, *indices, parts, count, forward_only, layout, actor, ranks, settings)
 
     def outputs(self) -> Iterator[tuple[_Part | None, PolicyOutput]]:
         """Yields each micro-batch, None for an idle pass, and its output, with gradient if needed."""
+        settings, idle = self.settings, idle_inputs(self.batch.token_ids.device)
+        asked = {"routing": True} if settings.actor.router_aux_loss_coef else {}
+        asked |= {"tail": True} if settings.lists_teacher else {}
         for place in range(self.num_passes):
             part = self.parts[place] if place < len(self.parts) else None
+            inputs = part.batch.inputs if part else idle
             with torch.set_grad_enabled(torch.is_grad_enabled() and place >= self.num_forward_only):
-                output = self.policy(part)
+                output = self.actor.policy(inputs, entropy_grad=settings.actor.entropy_coeff > 0, **asked)
             yield part, output
 
     def joined(self, outputs: list[tuple[_Part | None, PolicyOutput]], name: str) -> Tensor:
         """A field (m, …) of all outputs as (M, …), in the order of the batch, detached."""
-        found = [(part.tokens, getattr(output, name).detach()) for part, output in outputs if part]
-        like: Tensor = getattr(outputs[0][1], name)
-        whole = like.new_empty((len(self.batch.rollout_log_probs), *like.shape[1:])).detach()
-        for tokens, values in found:
-            whole[tokens] = values
+        like: Tensor = getattr(outputs[0][1], name).detach()
+        whole = like.new_empty((len(self.batch.turns), *like.shape[1:]))
+        for part, output in outputs:
+            if part:
+                whole[part.tokens] = getattr(output, name).detach()
         return whole
 
     def correct(self, batch: TokenBatch, log_probs: Tensor) -> Correction:
@@ -199,8 +201,11 @@ class MiniBatch:
         return correct(*given, advantages=batch.advantages, age=batch.age)
 
 
-def _responses(batch: TokenBatch, episodes: Tensor, settings: UpdateSettings) -> Tensor:
-    return episodes if settings.rules.unit == "episode" else batch.sequences_of_episodes.entries_of(episodes)
+def _indices(batch: TokenBatch, episodes: Tensor, settings: UpdateSettings) -> tuple[Tensor, Tensor]:
+    """Indices of the tokens and responses of some episodes of a batch."""
+    by_episode = settings.rules.unit == "episode"
+    responses = episodes if by_episode else batch.sequences_of_episodes.entries_of(episodes)
+    return batch.units.episode.entries_of(episodes), responses
 
 
 @dataclass(frozen=True, slots=True)
@@ -208,13 +213,13 @@ class _Prepared:
     """What is known of a mini-batch before its passes with gradient; the same way on every rank.
 
     Attributes:
-        normalizers: what the loss needs of the whole mini-batch.
+        statistics: what the loss needs of the whole mini-batch.
         correction: of all of its tokens; None: each micro-batch is corrected from its own pass.
         sums: those of the correction, over all ranks.
         outputs: of all micro-batches; None: not computed yet.
     """
 
-    normalizers: BatchNormalizers
+    statistics: BatchStatistics
     correction: Correction | None = None
     sums: HostSums | None = None
     outputs: list[tuple[_Part | None, PolicyOutput]] | None = None
@@ -227,30 +232,37 @@ def _prepared(mini: MiniBatch, fixed: Correction | None) -> _Prepared:
         fixed: the correction with π_old in decoupled mode; None in bypass mode.
     """
     settings, ranks, batch = mini.settings, mini.ranks, mini.batch
-    scales = mini.actor.scales_gradients and settings.scales_with_statistics
-    if fixed is None and mini.num_passes > 1 and (scales or not settings.needs_batch_statistics):
+    scales = mini.actor.scales_gradients and settings.statistics_only_scale
+    if fixed is None and mini.num_passes > 1 and (scales or not settings.needs_statistics):
         # Each micro-batch is corrected from its own pass; the gradient is scaled before the step.
         lengths = settings.rules.segments(batch.units, "sequence").lengths
         tokens, responses = ranks.sum([float(lengths.sum()), float((lengths > 0).sum())])
-        return _Prepared(BatchNormalizers(tokens, responses, 1.0, settings.loss))
-    outputs, correction, loss = None, fixed, settings.loss
-    shares: tuple[Tensor | None, float] = (None, 0.0)
-    if fixed is None or settings.reads_batch:  # from π_θ: with gradient only if no further pass is needed
+        return _Prepared(BatchStatistics(tokens, responses, 1.0, settings.loss, tokens))
+    outputs, correction, loss, experts = None, fixed, settings.loss, None
+    if fixed is None or settings.needs_policy_statistics:
+        # From π_θ: with gradient only if no further pass is needed.
         with torch.set_grad_enabled(mini.num_passes == 1):
             found = list(mini.outputs())
         outputs = found if mini.num_passes == 1 else None
         log_probs = mini.joined(found, "log_probs")
         correction = fixed or mini.correct(batch, log_probs)
-        if settings.loss.reads_batch:
+        if settings.loss.needs_statistics:
             loss = _with_statistics(mini, log_probs, correction.keep)
-        if settings.router_aux_loss_coef:
-            shares = _expert_shares(mini, mini.joined(found, "routing"))
+        if settings.actor.router_aux_loss_coef:
+            routing = mini.joined(found, "routing")
+            own = routing[:, routing.shape[1] // 2 :].double().sum(0)
+            experts = torch.tensor(ranks.sum(own.tolist()), device=own.device)
     assert correction is not None
     sums = ranks.all_reduce(correction.sums)
+    whole = BatchStatistics(*_divisors(sums, settings), loss, sums["tokens"], experts)
+    return _Prepared(whole, correction, sums, outputs)
+
+
+def _divisors(sums: HostSums, settings: UpdateSettings) -> tuple[float, float, float]:
+    """Numbers of tokens and responses that the denominators count, and the mean weight."""
     which = "kept_" if settings.rules.loss_denominator == "after_rejection" else ""
-    counts = sums[f"{which}tokens"], sums[f"{which}sequences"]
     factor = normalization_factor(sums, settings.rules) if settings.weights_are_applied else 1.0
-    return _Prepared(BatchNormalizers(*counts, factor, loss, *shares), correction, sums, outputs)
+    return sums[f"{which}tokens"], sums[f"{which}sequences"], factor
 
 
 def _with_statistics(mini: MiniBatch, log_probs: Tensor, keep: Tensor) -> LossRule:
@@ -260,14 +272,7 @@ def _with_statistics(mini: MiniBatch, log_probs: Tensor, keep: Tensor) -> LossRu
     assert batch.advantages is not None
     policies = (log_probs[keep], batch.old_log_probs[keep], batch.advantages[keep])
     unit = settings.rules.segments(batch.units, "sequence").kept(keep)
-    return WholeBatch.of(*policies, unit, ranks.sum, ranks.all_gather).with_statistics(settings.loss)
-
-
-def _expert_shares(mini: MiniBatch, routing: Tensor) -> tuple[Tensor, float]:
-    """(E,) share of the tokens of all micro-batches and ranks that goes to each expert; number of tokens."""
-    chosen = routing[:, routing.shape[1] // 2 :].double().sum(0)
-    *counts, num_tokens = mini.ranks.sum([*chosen.tolist(), float(len(routing))])
-    return torch.tensor(counts, device=routing.device) / max(num_tokens, 1.0), num_tokens
+    return WholeBatch(*policies, unit, ranks.sum, ranks.all_gather).with_statistics(settings.loss)
 
 
 def update(
@@ -300,16 +305,14 @@ def update(
     of_minis = mini_batches(batch, settings.mini_groups, settings.num_minis)
     results: list[_MiniResult] = []
     fixed: dict[int, Correction] = {}
-    for _ in range(settings.ppo_epochs):
+    for _ in range(settings.actor.ppo_epochs):
         for number, episodes in enumerate(of_minis):
-            mini = MiniBatch.of(batch.pick(episodes), actor, ranks, settings)
+            mini = MiniBatch.of(batch, episodes, actor, ranks, settings)
             if not settings.bypass and number not in fixed:
                 assert mini.batch.old_log_probs is not None
                 fixed[number] = mini.correct(mini.batch, mini.batch.old_log_probs)
             lr = lr_at(first_update + len(results))
-            result = _step(mini, fixed.get(number), lr, guard, lr_scale, hold=hold)
-            tokens = batch.units.episode.entries_of(episodes)
-            seen.store(result.seen, tokens, _responses(batch, episodes, settings))
+            result = _step(mini, fixed.get(number), seen, lr, guard, lr_scale, hold=hold)
             lr_scale = lr_scale if result.decision is None else result.decision.next_scale
             results.append(result)
     metrics = _metrics(results, settings)
@@ -321,7 +324,6 @@ def update(
         num_updates=sum(result.applied for result in results),
         seen=seen,
         decisions=[result.decision for result in results if result.decision is not None],
-        lr_scale=lr_scale,
         layout=mini.layout,
     )
 
@@ -329,17 +331,17 @@ def update(
 def _step(
     mini: MiniBatch,
     fixed: Correction | None,
+    seen: SeenTokens,
     lr: float,
     guard: GuardrailsSpec,
     lr_scale: float,
     *,
     hold: bool,
 ) -> _MiniResult:
-    """One optimizer step; with `hold`, everything except the step itself."""
+    """One optimizer step; with `hold`, everything except the step itself. Notes in `seen` what it used."""
     settings, prepared = mini.settings, _prepared(mini, fixed)
-    seen = SeenTokens.of(mini.batch, settings)
-    normalizers = prepared.normalizers
-    losses: list[Sums] = []
+    statistics = prepared.statistics
+    losses = [no_sums(mini.batch.token_ids.device)]
     corrections: list[Sums] = []
     for done, (part, output) in enumerate(prepared.outputs or mini.outputs(), start=1):
         if part is None:
@@ -351,27 +353,28 @@ def _step(
                 corrections.append(correction.sums)
             else:
                 correction = prepared.correction.of(part.tokens, part.responses)
-            loss, sums_of_part = actor_loss(part.batch, output, correction, normalizers, settings)
+            loss, sums_of_part = actor_loss(part.batch, output, correction, statistics, settings)
             losses.append(sums_of_part)
-            of_part = _seen(part.batch, correction, log_probs, settings, normalizers.factor)
-            seen.store(of_part, part.tokens, part.responses)
+            seen.note(mini, part, correction, log_probs, statistics.factor)
         if loss.requires_grad:
             mini.actor.backward(loss, last=done == mini.num_passes)
 
-    sums = prepared.sums or mini.ranks.all_reduce(added(corrections) if corrections else _of_nothing(mini)[0])
+    sums, scale = prepared.sums, 1.0
+    if sums is None:  # without episodes, this rank has the sums of an empty batch
+        own = corrections or [mini.correct(mini.batch, mini.batch.rollout_log_probs).sums]
+        sums = mini.ranks.all_reduce(added(own))
+        scale = _scale(sums, statistics, settings)
+        seen.weights[mini.tokens] /= _divisors(sums, settings)[-1]
     factor = normalization_factor(sums, settings.rules)
-    scale = 1.0 if prepared.sums else _scale(sums, normalizers, settings)
-    loss_sums = mini.ranks.all_reduce(added(losses) if losses else _of_nothing(mini)[1])
+    loss_sums = mini.ranks.all_reduce(added(losses))
     loss_sums |= {name: loss_sums[name] * scale for name in ("loss", "pg_loss", "kl_loss")}
-    if settings.weights_are_applied and factor != normalizers.factor:
-        seen.weights.div_(factor / normalizers.factor)
     _refuse_nonfinite(sums, loss_sums, settings)
     is_possible = sums["kept_tokens"] > 0 and math.isfinite(loss_sums["loss"])
     decision = None
     if is_possible and not hold and guard.mode != "off":
         decision = decide_update(sums, settings.rules, lr_scale, guard)
     lr *= decision.lr_scale if decision else 1.0
-    if settings.lr_ess_scaling:  # Huang et al. 2026, VCPO, arXiv 2602.17616: lr × √ESS
+    if settings.actor.lr_ess_scaling:  # Huang et al. 2026, VCPO, arXiv 2602.17616: lr × √ESS
         name = "rollout_is_raw_eff_sample_size"
         lr *= math.sqrt(correction_metrics(sums, settings.rules).get(f"rollout_corr/{name}", 0.0))
     is_withheld = hold or (decision is not None and decision.skip)
@@ -385,56 +388,15 @@ def _step(
         applied=result.applied,
         could_not_step=not (result.applied or is_withheld),
         decision=decision,
-        seen=seen,
     )
 
 
-def _seen(
-    batch: TokenBatch, correction: Correction, log_probs: Tensor, settings: UpdateSettings, factor: float
-) -> SeenTokens:
-    """What one micro-batch used; if no weights are applied, kept tokens have weight 1."""
-    assert batch.old_log_probs is not None
-    weights = correction.weights if settings.weights_are_applied else None
-    unit = settings.rules.segments(batch.units, "sequence")
-    return SeenTokens(
-        training_log_probs=log_probs if settings.bypass else batch.old_log_probs,
-        weights=correction.keep.float() if weights is None else weights / factor,
-        keep=correction.keep,
-        nonfinite=correction.nonfinite | unit.any(~log_probs.isfinite()),
-        saturated=correction.saturated,
-    )
-
-
-def _of_nothing(mini: MiniBatch) -> tuple[Sums, Sums]:
-    """Sums of the correction and the loss of a rank without episodes: with the names of the other ranks."""
-    assert not mini.batch.num_episodes
-    correction = mini.correct(mini.batch, mini.batch.rollout_log_probs)
-    zero = torch.zeros((), dtype=torch.float64, device=mini.batch.token_ids.device)
-    names = [
-        "loss",
-        "pg_loss",
-        "kl_loss",
-        "nonfinite",
-        "tokens",
-        "clipped",
-        "clipped_lower",
-        "entropy",
-        "ppo_kl",
-    ]
-    names += ["listed_mass"] if mini.settings.centers_scores else []
-    names += ["router_aux_loss"] if mini.settings.router_aux_loss_coef else []
-    names += ["teacher_kl", "tail_mass", "distilled"] if mini.settings.teacher_kl_coef else []
-    return correction.sums, dict.fromkeys(names, zero)
-
-
-def _scale(sums: HostSums, normalizers: BatchNormalizers, settings: UpdateSettings) -> float:
+def _scale(sums: HostSums, assumed: BatchStatistics, settings: UpdateSettings) -> float:
     """Factor of the accumulated loss and its gradient, from statistics that were not known before."""
-    factor = normalization_factor(sums, settings.rules) if settings.weights_are_applied else 1.0
-    if settings.rules.loss_denominator == "before_rejection":
-        return 1.0 / factor
-    if settings.agg_mode == "token-mean":
-        return normalizers.num_tokens / max(sums["kept_tokens"], 1.0) / factor
-    return normalizers.num_responses / max(sums["kept_sequences"], 1.0) / factor
+    tokens, responses, factor = _divisors(sums, settings)
+    if settings.actor.loss_agg_mode == "token-mean":
+        return assumed.num_tokens / max(tokens, 1.0) / factor
+    return assumed.num_responses / max(responses, 1.0) / factor
 
 
 def _refuse_nonfinite(sums: HostSums, losses: HostSums, settings: UpdateSettings) -> None:
@@ -461,7 +423,7 @@ def _refuse_nonfinite(sums: HostSums, losses: HostSums, settings: UpdateSettings
 def _metrics(results: list[_MiniResult], settings: UpdateSettings) -> dict[str, float]:
     # Every epoch has the same responses: their mean, so that deviations with n − 1 count each once.
     correction = {
-        name: value if name.endswith(LARGEST) else value / settings.ppo_epochs
+        name: value if name.endswith(LARGEST) else value / settings.actor.ppo_epochs
         for name, value in added([result.correction for result in results]).items()
     }
     losses, count = added([result.losses for result in results]), len(results)
@@ -470,9 +432,9 @@ def _metrics(results: list[_MiniResult], settings: UpdateSettings) -> dict[str, 
     if settings.rules.weight.normalize and settings.rules.weight.level is not None:
         factor = sum(result.factor for result in results) / count
         metrics["rollout_corr/rollout_is_batch_norm_factor"] = factor
-    if "listed_mass" in losses:
+    if settings.centers_scores:
         metrics["rollout_corr/listed_mass"] = ratio(losses["listed_mass"], tokens)
-    if "router_aux_loss" in losses:
+    if settings.actor.router_aux_loss_coef:
         metrics["actor/router_aux_loss"] = losses["router_aux_loss"] / count
     if settings.teacher_kl_coef:
         metrics["distill/kl_loss"] = ratio(losses["teacher_kl"], losses["distilled"])
@@ -480,7 +442,7 @@ def _metrics(results: list[_MiniResult], settings: UpdateSettings) -> dict[str, 
         metrics["distill/tail_mass"] = ratio(losses["tail_mass"], losses["distilled"])
     if settings.kl_loss_type is not None:
         metrics["actor/kl_loss"] = losses["kl_loss"] / count
-        metrics["actor/kl_coef"] = settings.kl_loss_coef
+        metrics["actor/kl_coef"] = settings.actor.kl_loss_coef
     return metrics | {
         "rollout_corr/skipped_updates": float(sum(result.could_not_step for result in results)),
         "actor/pg_loss": losses["pg_loss"] / count,

@@ -12,18 +12,17 @@ from rlctl.algos.estimators import explained_variance
 from rlctl.algos.losses import coefficients, value_loss
 from rlctl.algos.segments import HostSums, Sums, added, ratio
 from rlctl.batch import TokenBatch
-from rlctl.engine.layout import idle_inputs
 from rlctl.engine.protocol import CriticEngine, StepResult
 from rlctl.engine.ranks import Ranks
-from rlctl.train.deal import in_step, micro_batches, mini_batches
-from rlctl.train.settings import CriticSettings
+from rlctl.spec.run_spec import RunSpec
+from rlctl.train.deal import in_step, inputs_of, mini_batches, output_of
 
 
 def update_critic(
     batch: TokenBatch,
     critic: CriticEngine,
     ranks: Ranks,
-    settings: CriticSettings,
+    spec: RunSpec,
     lr_at: Callable[[int], float],
     first_update: int,
 ) -> dict[str, float]:
@@ -40,10 +39,12 @@ def update_critic(
     explained = explained_variance(ranks.all_gather(batch.returns), ranks.all_gather(batch.values))
     sums: list[HostSums] = []
     steps: list[StepResult] = []
-    for _ in range(settings.ppo_epochs):
-        for episodes in mini_batches(batch, settings.mini_groups, settings.num_minis):
+    groups = spec.critic_mini_batch_size
+    of_minis = mini_batches(batch, groups, spec.data.train_batch_size // groups)
+    for _ in range(spec.critic_epochs):
+        for episodes in of_minis:
             lr = lr_at(first_update + len(steps))
-            found = _backward(batch.pick(episodes), critic, ranks, settings)
+            found = _backward(batch.pick(episodes), critic, ranks, spec)
             skip = not math.isfinite(found["vf_loss"]) or found["tokens"] == 0
             steps.append(critic.step(lr=lr, skip=skip))
             sums.append(found)
@@ -59,38 +60,29 @@ def update_critic(
     }
 
 
-def _backward(mini: TokenBatch, critic: CriticEngine, ranks: Ranks, settings: CriticSettings) -> HostSums:
+def _backward(mini: TokenBatch, critic: CriticEngine, ranks: Ranks, spec: RunSpec) -> HostSums:
     """Accumulates the gradient of one mini-batch; returns its sums over all ranks."""
-    lengths, idle = mini.units.of(settings.unit).lengths, idle_inputs(mini.token_ids.device)
+    mode, horizon, unit = spec.critic.loss_agg_mode, spec.data.max_response_length, spec.algorithm.unit
+    lengths = mini.units.of(unit).lengths
     counts = ranks.sum([float(lengths.sum()), float((lengths > 0).sum())])
-    parts = [
-        mini.pick(episodes)
-        for episodes in micro_batches(mini, settings.micro_sequences, settings.micro_tokens)
-    ]
-    critic.plan([part.inputs for part in parts] or [idle])
-    passes = in_step(parts, ranks)
-    zero = torch.zeros((), dtype=torch.float64, device=mini.token_ids.device)
-    sums: list[Sums] = [dict.fromkeys(("vf_loss", "tokens", "values", "clipped"), zero)]
+    passes = in_step(mini, spec.critic_micro_batch_size, spec.critic_max_token_len, ranks)
+    critic.plan([inputs_of(part) for part in passes])
+    sums: list[Sums] = []
     for done, part in enumerate(passes, start=1):
-        if part is None:
-            loss = 0.0 * critic.values(idle).sum()
-        else:
-            values = critic.values(part.inputs)
-            assert part.values is not None
-            assert part.returns is not None
-            per_token = value_loss(values, part.values, part.returns, clip=settings.cliprange_value)
-            all_of_them = torch.ones_like(part.turns, dtype=torch.bool)
-            unit = part.units.of(settings.unit)
-            c = coefficients(
-                settings.agg_mode, all_of_them, all_of_them, unit, *counts, horizon=settings.horizon
-            )
-            loss = (c * per_token.values).sum()
-            clipped = zero if per_token.clipped is None else per_token.clipped.sum()
-            figures = {
-                "vf_loss": loss.detach(),
-                "tokens": zero + len(values),
-                "values": values.detach().sum(),
-            }
-            sums.append({name: value.double() for name, value in (figures | {"clipped": clipped}).items()})
+        values = output_of(critic.values, part)
+        assert part.values is not None
+        assert part.returns is not None
+        found = value_loss(values, part.values, part.returns, clip=spec.critic.cliprange_value)
+        assert found.clipped is not None
+        every = torch.ones_like(found.clipped)
+        c = coefficients(mode, every, every, part.units.of(unit), *counts, horizon=horizon)
+        loss = (c * found.values).sum()
         critic.backward(loss, last=done == len(passes))
+        figures = {
+            "vf_loss": loss.detach(),
+            "tokens": every.sum(),
+            "values": values.detach().sum(),
+            "clipped": found.clipped.sum(),
+        }
+        sums.append({name: value.double() for name, value in figures.items()})
     return ranks.all_reduce(added(sums))

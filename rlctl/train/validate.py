@@ -13,7 +13,7 @@ from rlctl.evaluate.request import checked_ks, chosen_reward
 from rlctl.evaluate.samples import Pair, Response, as_samples
 from rlctl.evaluate.scores import Score
 from rlctl.rollout.protocol import Sampling
-from rlctl.train.sample_and_grade import refuse_ungraded
+from rlctl.train.step_metrics import refuse_ungraded
 
 if TYPE_CHECKING:
     from rlctl.data.prompts import PromptDataset

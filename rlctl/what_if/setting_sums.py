@@ -148,17 +148,19 @@ class SettingSums:
         for place, rule in enumerate(self.rules):
             done = correct(*policies, units, rule, advantages=advantages.float())
             factor = normalization_factor(to_host(done.sums), rule)
-            weights = (done.keep if done.weights is None else done.weights).double() / factor
+            weights = done.weights.double() / factor
             first = weights * energy
             sums = (first, weights * first, halfway * weights * first, halfway * weights * exact)
             self.weighted[place] += [_by_block(blocks, values) for values in sums]
             self.kept[place] += int(done.keep.sum()), int((~units.episode.any(~done.keep)).sum())
             self.largest[place] = max(self.largest[place], float(weights.max()))
-            raw, applied = log_ratio.exp() if done.raw is None else done.raw, weights
-            if done.bounded is not None and not rule.weight.by_token:
+            assert done.raw is not None
+            assert done.bounded is not None
+            raw, applied = done.raw, weights
+            if not rule.weight.by_token:
                 level = rule.segments(units, CORRECTION_WEIGHTS.part(str(rule.weight.level)).unit)
                 applied = done.bounded * level.any(done.keep) / factor
-            if done.raw is not None:
+            if rule.weight.level is not None:
                 low, high = rule.weight.band()
                 self.beyond[place] += int(((raw < low) | (raw > high)).sum())
             for row, values in enumerate((raw.double(), applied.double())):

@@ -147,6 +147,8 @@ def test_an_option_that_is_a_key_is_answered_with_the_key(words: list[str], mess
 def test_a_removed_command_says_what_to_do_instead(capsys) -> None:
     assert run(["sweep", "actor.lr=1e-6,3e-6"]) == 2
     assert "docs/how-to/runs.md" in capsys.readouterr().err
+    assert run(["diagnose", "compare", "a", "b"]) == 2
+    assert "draws both runs in each plot" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(

@@ -33,7 +33,7 @@ class Batch:
 
     @property
     def policies(self) -> tuple[Tensor, Tensor, Tensor, Segments]:
-        """π_θ, π_old and advantages as `WholeBatch.of` and `policy_loss` take them."""
+        """π_θ, π_old and advantages as `WholeBatch` and `policy_loss` take them."""
         return self.log_probs, self.rollout_log_probs, self.advantages, self.unit
 
     def double(self) -> Batch:
@@ -102,9 +102,9 @@ def example_params(name: str) -> Any:
 
 
 def loss_rule(name: str, *rest: Any, **numbers: object) -> LossRule:
-    """A loss with the examples of its parameters; `rest` as `WholeBatch.of`: what it reads of the batch."""
+    """A loss with the examples of its parameters; `rest` as `WholeBatch`: what it reads of the batch."""
     rule = LossRule(name, params=example_params(name), **numbers)
-    return WholeBatch.of(*rest).with_statistics(rule) if rest else rule
+    return WholeBatch(*rest).with_statistics(rule) if rest else rule
 
 
 def advantage_inputs(scores: Tensor, group_ids: Tensor, lengths: Tensor, **more: Any) -> AdvantageInputs:

@@ -23,6 +23,7 @@ from rlctl.batch import TokenBatch, TokenLists
 from rlctl.engine.deepspeed import DeepSpeedEngine
 from rlctl.engine.protocol import StepResult
 from rlctl.engine.ranks import Ranks
+from rlctl.spec.algorithm import ActorSpec
 from rlctl.train.settings import UpdateSettings
 from rlctl.train.update import mini_batches, update
 from tests.models import naive_log_probs, tiny_model
@@ -57,18 +58,18 @@ class Setting:
     reject: tuple[RejectRule, ...] = ()
     after: bool = False
 
-    def update_settings(self, agg_mode: str, mini_groups: int, num_minis: int = 1) -> UpdateSettings:
+    def update_settings(
+        self, agg_mode: str, mini_groups: int, num_minis: int = 1, micro_sequences: int = 10_000
+    ) -> UpdateSettings:
         denominator = "after_rejection" if self.after else "before_rejection"
         return UpdateSettings(
+            actor=ActorSpec(loss_agg_mode=agg_mode, ppo_micro_batch_size_per_gpu=micro_sequences),
             rules=CorrectionRules(self.weight, self.reject, denominator),
             bypass=self.old == "rollout",
             loss=loss_rule(self.loss),
-            agg_mode=agg_mode,
             horizon=HORIZON,
-            ppo_epochs=1,
             mini_groups=mini_groups,
             num_minis=num_minis,
-            micro_sequences=10_000,
             max_nonfinite_fraction=0.0,
         )
 
@@ -135,6 +136,7 @@ def batch_of(rows: list[int], group_ids: Tensor | None = None) -> TokenBatch:
         rollout_log_probs=zeros,
         versions=zeros.long(),
         turns=zeros.long(),
+        rewards=zeros,
         old_log_probs=zeros,
         advantages=zeros,
     )
@@ -245,9 +247,10 @@ def enumerate_truncated(ranks: Ranks) -> dict[tuple[str, bool, int], Deviation]:
     found = {}
     for old, is_exact, micro_rows in itertools.product(("rollout", "current"), (True, False), (128, 5)):
         batch = truncated_batch(old, exact=is_exact)
-        settings = Setting("reinforce", old).update_settings("seq-mean-token-sum", batch.num_episodes // 2)
+        sizes = {"mini_groups": batch.num_episodes // 2, "micro_sequences": micro_rows}
+        settings = Setting("reinforce", old).update_settings("seq-mean-token-sum", **sizes)
         actor.gradients = []
-        update(batch, actor, ranks, replace(settings, micro_sequences=micro_rows), lambda _: 0.0, 0)
+        update(batch, actor, ranks, settings, lambda _: 0.0, 0)
         found[old, is_exact, micro_rows] = deviation(actor.gradients[0], exact)
     return found
 

@@ -22,7 +22,7 @@ from tests.properties.batches import drawn_rows
 class Corrected:
     """A correction in padded form; outside the mask weights are 0.0, and tokens are not kept."""
 
-    weights: Tensor | None  # (B, T)
+    weights: Tensor  # (B, T)
     keep_mask: Tensor  # (B, T)
     nonfinite: Tensor  # (B,)
     saturated: Tensor  # (B,)
@@ -43,9 +43,7 @@ def corrected(
         for name, x in columns.items()
     }
     found = correct(log_probs[mask], rollout_log_probs[mask], Units.of_responses(lengths), rules, **flat)
-    weights = None
-    if found.weights is not None:
-        weights = torch.zeros(mask.shape).masked_scatter(mask, found.weights)
+    weights = torch.zeros(mask.shape).masked_scatter(mask, found.weights)
     keep = torch.zeros_like(mask).masked_scatter(mask, found.keep)
     return Corrected(weights, keep, found.nonfinite, found.saturated, found.sums)
 

@@ -32,10 +32,9 @@ ADVANTAGES = torch.tensor(peers.ADVANTAGES)[:, None].expand_as(LOG_RATIO)
 
 
 def ours(setting: Setting) -> tuple[torch.Tensor, torch.Tensor, Corrected]:
-    """(weights, kept, all of it); weights 1 where the rule has none."""
+    """(weights, kept, all of it); without a weight, 1 where kept."""
     found = corrected(ROLLOUT + LOG_RATIO, ROLLOUT, MASK, setting.rules, advantages=ADVANTAGES)
-    weights = torch.ones_like(LOG_RATIO) if found.weights is None else found.weights
-    return weights, found.keep_mask, found
+    return found.weights, found.keep_mask, found
 
 
 def row_of(setting: Setting) -> str:

@@ -48,9 +48,8 @@ def test_a_bad_number_costs_its_own_sequence_and_nothing_else(weight, value: flo
     assert found.nonfinite.nonzero().flatten().tolist() == [bad_row]
     assert not found.keep_mask[bad_row].any()
     assert torch.equal(found.keep_mask[others], alone.keep_mask)
-    if found.weights is not None:
-        assert not found.weights[bad_row].any()
-        assert torch.equal(found.weights[others], alone.weights)
+    assert not found.weights[bad_row].any()
+    assert torch.equal(found.weights[others], alone.weights)
     (factor, metrics), (factor_alone, metrics_alone) = (factor_and_metrics(c, rules) for c in (found, alone))
     assert factor == pytest.approx(factor_alone, rel=1e-12)
     assert metrics["rollout_corr/nonfinite_sequences"] == 1.0
@@ -92,8 +91,7 @@ def test_bad_numbers_never_reach_value_or_gradient(level, loss_type: str, mode: 
     keep, unit = correction.keep_mask[mask], Segments(mask.sum(1))
     columns = [x[mask][keep] for x in (log_probs, batch.rollout_log_probs, batch.advantages)]
     rule = loss_rule(loss_type, *columns, unit.kept(keep), clip_high=0.3, clip_c=3.0)
-    weights = None if correction.weights is None else correction.weights[mask][keep]
-    loss = policy_loss(rule, *columns, unit.kept(keep), weights)
+    loss = policy_loss(rule, *columns, unit.kept(keep), correction.weights[mask][keep])
     c = coefficients(mode, keep, torch.ones_like(keep), unit, 20.0, 6.0, horizon=6)
     total = (c[keep] * loss.values).sum()
     loss_mask = correction.keep_mask

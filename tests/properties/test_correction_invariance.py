@@ -35,17 +35,13 @@ class Update:
         self.loss = 0.0
         self.gradients: list[Tensor] = []
         self.keep = [c.keep_mask & part.mask for c, part in zip(corrections, parts, strict=True)]
-        self.weights = [
-            torch.zeros(part.mask.shape) if c.weights is None else torch.where(part.mask, c.weights, 0.0)
-            for c, part in zip(corrections, parts, strict=True)
-        ]
+        pairs = zip(corrections, parts, strict=True)
+        self.weights = [torch.where(part.mask, c.weights, 0.0) for c, part in pairs]
         for part, correction, keep in zip(parts, corrections, self.keep, strict=True):
             log_probs, mask = part.log_probs.clone().requires_grad_(), part.mask
             kept, unit = keep[mask], Segments(mask.sum(1))
             columns = [x[mask][kept] for x in (log_probs, part.rollout_log_probs, part.advantages)]
-            weights = None
-            if correction.weights is not None:
-                weights = correction.weights[mask][kept] / self.factor
+            weights = correction.weights[mask][kept] / self.factor
             values = policy_loss(RULE, *columns, unit.kept(kept), weights).values
             counted = kept if after else torch.ones_like(kept)
             c = coefficients(mode, kept, counted, unit, *counts, horizon=HORIZON)
@@ -126,8 +122,8 @@ def test_where_the_policies_agree_correction_does_nothing_at_all(turn: int, weig
     factor, metrics = factor_and_metrics(found, rules)
     assert torch.equal(found.keep_mask & batch.mask, batch.mask)
     assert factor == 1.0
-    if found.weights is not None:
-        assert (found.weights[batch.mask] == 1.0).all()
+    assert (found.weights[batch.mask] == 1.0).all()
+    if weight.level is not None:
         assert metrics["rollout_corr/rollout_is_eff_sample_size"] == 1.0
         assert metrics["rollout_corr/rollout_is_eff_sample_size_token"] == 1.0
     ones = ["raw_eff_sample_size", "raw_mean", "raw_max", "raw_min", "raw_seq_mean"]

@@ -178,8 +178,7 @@ def taught(form: Form, actor: Recording, ranks: Ranks) -> tuple[Tensor, Updated,
     weight = WeightRule(form.weight, "truncate", upper=1e9, normalize=form.normalize)
     setting = Setting("reinforce", "rollout", weight, (BAND,) if form.rejects else ())
     settings = replace(
-        setting.update_settings("seq-mean-token-sum", len(rows)),
-        micro_sequences=form.micro,
+        setting.update_settings("seq-mean-token-sum", len(rows), micro_sequences=form.micro),
         teacher_kl_coef=UpdateSettings.of(spec).teacher_kl_coef,
         teacher_kl_type=form.kl_type,
     )
@@ -388,12 +387,12 @@ def test_what_cannot_be_combined_is_refused() -> None:
 
 
 def test_lists_of_the_teacher_are_columns() -> None:
-    """Picked and joined with the batch."""
+    """Picked with the batch."""
     batch = batch_of([0, 1, 2])
     count = len(batch.rollout_log_probs)
     lists = TokenLists(torch.full((count,), 2), torch.arange(2 * count), torch.zeros(2 * count))
     batch = replace(batch, teacher_top_k=lists, teacher_tail=torch.arange(float(count)))
-    again = TokenBatch.joined([batch.pick([0]), batch.pick([1, 2])])
+    again = batch.pick([2, 0, 1]).pick([1, 2, 0])
     assert torch.equal(again.teacher_top_k.ids, lists.ids)
     assert torch.equal(again.teacher_tail, batch.teacher_tail)
     assert again.inputs.most_likely is again.teacher_top_k

@@ -33,7 +33,6 @@ def test_selective_accepts_with_the_ratio_over_its_bound(ratio: float, bound: fl
     rollout = torch.full((4,), -6.0, dtype=torch.float64)
     level = WeightRule("selective", "truncate", upper=1e9, params=SelectiveParams(bound=bound))
     found = correct(rollout + torch.tensor(ratio).double().log(), rollout, UNITS, CorrectionRules(level))
-    assert found.weights is not None
     expected = torch.full((4,), chance + (1.0 - chance) * ratio)
     torch.testing.assert_close(found.weights, expected, rtol=1e-5, atol=0.0)
 
@@ -56,7 +55,7 @@ def clip_cov_gradient(params: ClipCovParams, log_probs: list[float], advantages:
     """−∂ Σ loss/∂log π_θ of each token of one response, on-policy."""
     leaf = torch.tensor(log_probs, dtype=torch.float64, requires_grad=True)
     given = (leaf.detach(), torch.tensor(advantages, dtype=torch.float64), RESPONSE)
-    rule = WholeBatch.of(leaf, *given).with_statistics(LossRule("clip_cov", params=params))
+    rule = WholeBatch(leaf, *given).with_statistics(LossRule("clip_cov", params=params))
     (gradient,) = torch.autograd.grad(policy_loss(rule, leaf, *given, None).values.sum(), leaf)
     return (-gradient).tolist()
 
@@ -85,7 +84,7 @@ def m2po_dropped(log_ratios: list[float], budget: float) -> list[bool]:
     old = torch.full((len(log_ratios),), -5.0, dtype=torch.float64)
     new = old + torch.tensor(log_ratios, dtype=torch.float64)
     given = (old, torch.ones_like(old), Segments(torch.tensor([len(log_ratios)])))
-    rule = WholeBatch.of(new, *given).with_statistics(LossRule("m2po", params=M2poParams(budget=budget)))
+    rule = WholeBatch(new, *given).with_statistics(LossRule("m2po", params=M2poParams(budget=budget)))
     return policy_loss(rule, new, *given, None).clipped.tolist()
 
 

@@ -29,7 +29,7 @@ from rlctl.spec.load import load_spec
 from rlctl.spec.model import RECIPE
 from rlctl.spec.rollout import OverlongSpec
 from rlctl.tiny.model import build_tokenizer
-from rlctl.train.sample_and_grade import DrawnPrompt, _summary, draw_next_prompts, filtered_groups
+from rlctl.train.sample_and_grade import _summary, draw_next_prompts, filtered_groups
 from rlctl.train.score_batch import with_advantages
 from rlctl.train.step_metrics import StepTimer, episode_sums
 from rlctl.train.stream import PromptDraws
@@ -124,11 +124,10 @@ def test_prompts_are_drawn_with_the_chance_that_their_advantages_are_divided_by(
     dataset = SimpleNamespace(row_at=lambda position, **_: position % 3)
     spec = load_spec([], [], ["algorithm.filter_groups.curriculum=true", "rollout.n=4"]).spec
     draws = measured()
-    drawn = draw_next_prompts(SimpleNamespace(spec=spec, train_prompts=dataset), draws, 6000, first=5)
+    drawn = draw_next_prompts(SimpleNamespace(spec=spec, train_prompts=dataset), draws, 6000)
     turns = draws.position / 3
-    assert [each.place for each in drawn] == list(range(5, 6005))
     for prompt in range(3):
-        chances = [each.chance for each in drawn if each.row == prompt]
+        chances = [chance for row, chance in drawn if row == prompt]
         assert set(chances) == {draws.chance(prompt, 4, 0.2)}
         spread = (turns * (1 / chances[0] - 1)) ** 0.5
         assert len(chances) / chances[0] == pytest.approx(turns, abs=4 * spread + 1)
@@ -155,12 +154,11 @@ def test_advantages_are_multiplied_by_the_weights_of_their_prompts() -> None:
     torch.testing.assert_close(found, plain * factors)
 
 
-def test_parts_of_a_batch_are_the_whole_batch() -> None:
+def test_picked_episodes_are_those_of_the_whole_batch() -> None:
     episodes = [episode for group in groups_of(with_kept=True, num_most_likely=3) for episode in group]
     whole = TokenBatch.of(episodes)
-    joined = TokenBatch.joined([TokenBatch.of(episodes[:4]), TokenBatch.of(episodes[4:])])
-    assert same(joined, whole)
-    assert same(TokenBatch.joined([whole.pick(range(4)), whole.pick(range(4, len(episodes)))]), whole)
+    assert same(whole.pick(range(4)), TokenBatch.of(episodes[:4]))
+    assert same(whole.pick([5, 4]), TokenBatch.of([episodes[5], episodes[4]]))
 
 
 @pytest.mark.parametrize("score", [0.0, 1.0, 1 / 3, 0.1, 1e-3, -0.7])
@@ -175,7 +173,7 @@ def test_groups_are_compared_without_the_length_penalty(score: float, factor: fl
         told = tuple(replace(episode, response=word) for episode, word in zip(group, words, strict=True))
         graded = reward.score(told)
         assert graded.scores.unique().numel() > 2  # the penalties differ
-        summary = _summary(DrawnPrompt(0, 0, 1.0), told, graded)
+        summary = _summary(told, graded)
         assert summary.has_spread == is_mixed
         assert summary.mean == pytest.approx(0.9 * (score + 0.25 * words.count("b") / 12), abs=1e-6)
         assert summary.tokens == sum(episode.num_sampled for episode in told)
@@ -190,10 +188,10 @@ def test_only_graded_episodes_count() -> None:
     [group] = groups_of(sizes=(4,))
     told = (replace(group[0], stop_reason="aborted"), *group[1:])
     graded = RewardResult(torch.tensor([9.0, 1.0, 0.0, 1.0]), torch.tensor([True, True, False, True]))
-    summary = _summary(DrawnPrompt(3, 5, 1.0), told, graded)
+    summary = _summary(told, graded)
     assert (summary.has_spread, summary.mean, summary.graded, summary.failed) == (False, 1.0, 2, 1)
     nothing = RewardResult(torch.zeros(4), torch.zeros(4, dtype=torch.bool))
-    summary = _summary(DrawnPrompt(3, 5, 1.0), told, nothing)
+    summary = _summary(told, nothing)
     assert (summary.has_spread, summary.mean, summary.graded, summary.failed) == (False, 0.0, 0, 3)
 
 

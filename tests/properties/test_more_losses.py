@@ -30,7 +30,7 @@ from tests.properties.batches import by_response, estimate, loss_rule, make_batc
 from tests.unit.train.updates import BYPASS, DECOUPLED, PlainEngine, alone, batch_of, settings_of
 
 Token = tuple[float, float, float]  # log π_θ, log π_old, A
-READS_BATCH = [part.name for part in POLICY_LOSSES.parts() if part.of_batch]
+WITH_STATISTICS = [part.name for part in POLICY_LOSSES.parts() if part.batch_statistics]
 
 
 def tokens_of(name: str, seed: int) -> tuple[list[list[Token]], Tensor, Tensor]:
@@ -262,10 +262,10 @@ def gradients(ranks, loss: str, mode: dict[str, object], micro: int) -> list[Ten
 
 
 def on_two_ranks(ranks) -> dict[str, list[Tensor]]:
-    return {loss: gradients(ranks, loss, BYPASS, 3) for loss in READS_BATCH}
+    return {loss: gradients(ranks, loss, BYPASS, 3) for loss in WITH_STATISTICS}
 
 
-@pytest.mark.parametrize("loss", READS_BATCH)
+@pytest.mark.parametrize("loss", WITH_STATISTICS)
 def test_figures_of_the_mini_batch_do_not_depend_on_its_division(loss: str) -> None:
     for mode in (BYPASS, DECOUPLED):
         whole = gradients(alone(), loss, mode, 16)

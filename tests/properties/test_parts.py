@@ -137,7 +137,7 @@ class TestLosses:
         given = replace(given, advantages=(given.advantages + 5.0).masked_fill(zero, 0.0))
         gradient = values_and_gradient(name, given, WEIGHTS)[1]
         assert gradient[~zero].any()
-        assert bool(gradient[zero].any()) is not POLICY_LOSSES.part(name).needs_advantage
+        assert bool(gradient[zero].any()) is not POLICY_LOSSES.part(name).vanishes_without_advantage
 
 
 # --- correction weights and rejection criteria --------------------------------------------------------
@@ -287,7 +287,6 @@ def test_an_unbiased_weight_has_it_off_policy(name: str) -> None:
     advantages, column = EVERY.spread(REWARDS), log_probs.flatten()
     given = (column.detach(), rollout.flatten(), Units(EVERY, EVERY, EVERY), rules)
     weights = correct(*given, advantages=advantages).weights
-    assert weights is not None
     surrogate = EVERY.spread(rollout.sum(-1).exp()) * weights.double() * advantages * column
     (gradient,) = torch.autograd.grad(surrogate.sum(), logits)
     torch.testing.assert_close(gradient, true_gradient(), rtol=1e-5, atol=1e-6)

@@ -60,7 +60,7 @@ def ours(batch: Batch, loss: LossRule, mode: str, correction: dict[str, Any] | N
     """The decoupled loss: weights of π_old against π_rollout, rejected tokens in the denominator."""
     found = correction_of(batch, correction or {})
     mask, kept = batch.mask, found.keep_mask
-    weights = None if correction is None or found.weights is None else found.weights[kept]
+    weights = None if correction is None else found.weights[kept]
     columns = (batch.log_probs[kept], batch.old[kept], batch.advantages[kept])
     tokens = policy_loss(loss, *columns, Segments(kept.sum(1)), weights)
     counts = (Segments(mask.sum(1)), batch.num_tokens, float(ROWS))
@@ -245,11 +245,10 @@ def test_skyrl(case: str, seed: int) -> None:
         batch.old, batch.rollout, batch.mask.float(), SimpleNamespace(**(_OFF | options))
     )
     found = correction_of(batch, correction)
-    mine = torch.ones_like(batch.old) if found.weights is None else found.weights
     theirs = torch.ones_like(batch.old) if weights is None else weights.expand_as(batch.old)
     used = found.keep_mask
     assert torch.equal(used, kept.bool() & batch.mask)
-    torch.testing.assert_close(mine[used], theirs[used], rtol=1e-5, atol=1e-6)
+    torch.testing.assert_close(found.weights[used], theirs[used], rtol=1e-5, atol=1e-6)
 
 
 TRL_CASES: dict[str, tuple[LossRule, str, dict[str, Any]]] = {

@@ -169,8 +169,9 @@ def gradients(ranks: Ranks) -> dict[Case, Tensor]:
     for case in CASES:
         batch = whole_batch(case)
         settings = Setting("reinforce", "rollout", WEIGHTS[case.weight])
-        settings = settings.update_settings("seq-mean-token-sum", batch.num_episodes)
-        settings = replace(settings, micro_sequences=case.micro_rows, centers_scores=bool(case.listed))
+        sizes = {"mini_groups": batch.num_episodes, "micro_sequences": case.micro_rows}
+        settings = settings.update_settings("seq-mean-token-sum", **sizes)
+        settings = replace(settings, centers_scores=bool(case.listed))
         actor.gradients = []
         result = update(batch, actor, ranks, settings, lambda _: 0.0, 0)
         [found[case]] = actor.gradients

@@ -17,7 +17,7 @@ from rlctl.algos.losses import policy_loss, value_loss
 from rlctl.algos.segments import Segments
 from rlctl.registry import KL_ESTIMATORS, POLICY_LOSSES
 from rlctl.spec.algorithm import AlgorithmSpec
-from rlctl.train.score_batch import kl_controller, with_advantages, with_kl_in_reward
+from rlctl.train.score_batch import kl_controller, with_advantages, with_penalties
 from tests.processes import on_ranks
 from tests.properties.batches import by_response, loss_rule, make_batch
 from tests.properties.training_oracle import OBJECTIVES, Trained, steps, trained
@@ -150,7 +150,7 @@ def test_the_adaptive_coefficient_holds_the_kl_at_its_target(start: float) -> No
         gaps = 0.1 / coefficient + noise
         scored = replace(scored, ref_log_probs=scored.old_log_probs - gaps)
         gaps = (scored.old_log_probs - scored.ref_log_probs).double()  # as rounded
-        after, controller, metrics = with_kl_in_reward(scored, algorithm, controller, alone())
+        after, controller, metrics = with_penalties(scored, algorithm, controller, alone())
 
         rewards = scored.rewards.double() - coefficient * gaps
         torch.testing.assert_close(after.rewards.double(), rewards, rtol=1e-5, atol=1e-5)

@@ -82,7 +82,7 @@ def test_equals_verl(level, threshold, normalize, criteria, scale) -> None:
     assert torch.equal(keep, their_mask.bool())
     if level is None:
         assert proto is None
-        assert ours.weights is None
+        assert torch.equal(ours.weights[batch.mask], keep[batch.mask].float())
     else:  # verl leaves a weight on rejected tokens, where its mask makes it meaningless
         expected = torch.where(keep, proto.batch["rollout_is_weights"], 0.0).float()
         torch.testing.assert_close(

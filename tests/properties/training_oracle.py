@@ -21,11 +21,11 @@ from torch.func import functional_call
 from rlctl.batch import TokenBatch
 from rlctl.engine.deepspeed import DeepSpeedCritic, DeepSpeedEngine
 from rlctl.engine.ranks import Ranks
-from rlctl.train.settings import CriticSettings
 from rlctl.train.update import update
 from rlctl.train.update_critic import update_critic
 from tests.models import naive_log_probs, tiny_batch, tiny_model
 from tests.unit.engine.test_critic import naive_values
+from tests.unit.train.critics import spec_with
 from tests.unit.train.updates import CLIP, DECOUPLED, HORIZON, ROWS, settings_of
 
 MINI, EPOCHS, MICRO = 8, 2, 3
@@ -145,10 +145,8 @@ def trained(ranks: Ranks, cases: list[Case]) -> dict[Case, Trained]:
         else:
             engine = DeepSpeedCritic(tiny_model(), ranks, **options)
             start = copied(engine)
-            settings = CriticSettings(
-                VALUE_CLIPS[who], "token-mean", "episode", HORIZON, EPOCHS, MINI, ROWS // MINI, MICRO
-            )
-            metrics = update_critic(batch, engine, ranks, settings, lr_of, 0)
+            spec = spec_with("token-mean", EPOCHS, MINI, MICRO, clip=VALUE_CLIPS[who])
+            metrics = update_critic(batch, engine, ranks, spec, lr_of, 0)
             assert (0.05 < metrics["critic/vf_clipfrac"] < 0.95) == (who == "critic")
         norm = metrics["actor/grad_norm" if who == "actor" else "critic/grad_norm"]
         found[case] = Trained(start, copied(engine), norm)

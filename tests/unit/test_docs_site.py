@@ -65,7 +65,7 @@ def test_every_command_is_listed_without_terminal_markup() -> None:
     assert [name for name in names if f"\n## `rlctl {name}`\n" not in text] == []
     assert "[bold]" not in text
     assert "```bash\nrlctl evaluate runs/" in text
-    assert "\n### `rlctl diagnose compare`\n" in text
+    assert "\n### `rlctl diagnose mismatch`\n" in text
     assert "\n### `rlctl evaluate list`\n" in text
     outside = re.sub(r"```.*?```", "", text, flags=re.DOTALL)
     assert re.findall(r"^\s*rlctl .*", outside, re.MULTILINE) == []  # examples are code

@@ -2,12 +2,14 @@
 
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 import torch
 
-from rlctl.metric_names import METRICS, SECTIONS, describe, key_pattern, markdown, validation_rewards
+from rlctl.metric_names import METRICS, SECTIONS, describe, key_pattern, validation_rewards
 
+ROOT = Path(__file__).parents[2]
 #: Keys the guides of this project and existing dashboards name: none may go missing.
 REQUIRED = [
     *(
@@ -125,10 +127,11 @@ def test_the_batch_total_is_not_taken_for_a_criterion() -> None:
 
 def test_criteria_equal_verls_under_its_dialect_only() -> None:
     """`rollout_rs_token_k1_mean` is the mean of ρ under dialect rlctl, and of −log ρ in verl."""
+    page = (ROOT / "docs/reference/metrics.md").read_text(encoding="utf-8").splitlines()
     for key in METRICS:
         if "<criterion>" in key:
             assert "verl" not in METRICS[key].peers
-            [row] = [line for line in markdown().splitlines() if line.startswith(f"| `{key}` |")]
+            [row] = [line for line in page if line.startswith(f"| `{key}` |")]
             assert row.endswith("| verl (under `dialect: verl`) |")
             assert "rlctl" in METRICS[key].definition or "alone rejects" in METRICS[key].definition
 

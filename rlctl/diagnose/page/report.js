@@ -72,13 +72,6 @@
         label(place(run, band.first), plain(band.rule), color);
       }
     }
-    const since = data.since[data.metrics[metric].key];
-    if (since !== undefined) {
-      const line = { color: variable("--dim"), width: 1.5, dash: "dash" };
-      const x = place(0, since);
-      shapes.push({ type: "line", xref: "x", yref: "paper", x0: x, x1: x, y0: 0, y1: 1, line });
-      label(x, `differs from step ${since}`, variable("--dim"));
-    }
     return { shapes, annotations };
   };
 

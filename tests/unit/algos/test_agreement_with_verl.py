@@ -185,7 +185,7 @@ def test_clip_cov_is_the_mean_over_the_random_choice(monkeypatch) -> None:
             value, _ = loss(old, log_probs, advantages, mask.float(), "token-mean", config)
             theirs.append(torch.autograd.grad(value, log_probs)[0])
         given = (log_probs[mask], old[mask], advantages[mask], Segments(mask.sum(1)))
-        rule = WholeBatch.of(*given).with_statistics(LossRule("clip_cov", params=ClipCovParams(low=0.2)))
+        rule = WholeBatch(*given).with_statistics(LossRule("clip_cov", params=ClipCovParams(low=0.2)))
         found = policy_loss(rule, *given, None)
         own = torch.autograd.grad(found.values.sum() / mask.sum(), log_probs)[0]
         torch.testing.assert_close(own, torch.stack(theirs).mean(0), rtol=1e-4, atol=1e-7)

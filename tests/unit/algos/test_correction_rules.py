@@ -20,10 +20,10 @@ ROLLOUT = torch.full((len(LOG_RATIOS), 1), -12.0)
 MASK = torch.ones(len(LOG_RATIOS), 1, dtype=torch.bool)
 
 
-def scanned(rule: CorrectionRules) -> tuple[torch.Tensor, torch.Tensor | None]:
+def scanned(rule: CorrectionRules) -> tuple[torch.Tensor, torch.Tensor]:
     """Kept, and the weight, of one-token sequences at every ρ."""
     found = corrected(ROLLOUT + LOG_RATIOS[:, None], ROLLOUT, MASK, rule)
-    return found.keep_mask[:, 0], None if found.weights is None else found.weights[:, 0]
+    return found.keep_mask[:, 0], found.weights[:, 0]
 
 
 def assert_is_band(accepted: torch.Tensor, band: tuple[float, float]) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from statistics import fmean
 
 import pytest
 import torch
@@ -99,6 +100,42 @@ def test_what_the_values_and_the_gradients_estimate() -> None:
     assert (expected_gradient("k2", old) - to_reverse).abs().max() > 1e-2  # the others are off off-policy
 
 
+def gradient_through_reward(values: Tensor, logits: Tensor) -> Tensor:
+    """E_θ[value · ∇ log π_θ] over one token: what a policy gradient makes of a constant penalty."""
+    log_probs = logits.log_softmax(-1)
+    surrogate = (log_probs.detach().exp() * values.detach() * log_probs).sum()
+    return torch.autograd.grad(surrogate, logits)[0]
+
+
+def test_what_the_gradients_estimate_in_the_reward() -> None:
+    """Only k1 has the gradient of the KL; near the reference, the others have hardly any in its direction."""
+    draw = torch.Generator().manual_seed(0)
+    cosines, shares = {"k2": [], "k3": [], "abs": []}, {"k2": [], "k3": [], "abs": []}
+    for _ in range(300):
+        ref = torch.randn(5, generator=draw).double().log_softmax(-1)
+        logits = (ref + 0.01 * torch.randn(5, generator=draw).double()).requires_grad_()
+        log_probs = logits.log_softmax(-1)
+        gap, probs = log_probs - ref, log_probs.exp()
+        terms = {"reverse": (probs * gap).sum(), "forward": -(ref.exp() * gap).sum()}
+        terms["k2"] = (probs * 0.5 * gap.square()).sum()
+        of = {name: torch.autograd.grad(x, logits, retain_graph=True)[0] for name, x in terms.items()}
+        found = {
+            kind: gradient_through_reward(kl_estimate(kind, log_probs, ref), logits)
+            for kind in ("k1", "k2", "k3")
+        }
+        torch.testing.assert_close(found["k1"], of["reverse"], rtol=1e-9, atol=1e-12)
+        torch.testing.assert_close(found["k2"], of["k2"] - of["reverse"], rtol=1e-6, atol=1e-12)
+        torch.testing.assert_close(found["k3"], of["reverse"] - of["forward"], rtol=1e-6, atol=1e-12)
+        found["abs"] = gradient_through_reward(gap.abs(), logits)
+        for kind, each in cosines.items():
+            each.append(torch.cosine_similarity(found[kind], of["reverse"], 0).item())
+            shares[kind].append((found[kind].norm() / of["reverse"].norm()).item())
+    assert all(abs(fmean(each)) < 0.15 for each in cosines.values())  # docs/reference/algorithms.md
+    assert fmean(shares["k2"]) == pytest.approx(0.004, abs=1e-3)
+    assert fmean(shares["k3"]) == pytest.approx(0.004, abs=1e-3)
+    assert 0.4 < fmean(shares["abs"]) < 1.0
+
+
 def sequence_kl(train: Tensor, ref: Tensor) -> Tensor:
     """KL(π_θ ‖ π_ref) over the distribution of whole sequences, by its definition."""
     ours, theirs = log_probs_of(train).sum(-1), log_probs_of(ref).sum(-1)
@@ -123,6 +160,10 @@ def test_what_the_gradients_estimate_of_whole_sequences(seed: int) -> None:
         return torch.autograd.grad((unit.spread(sampler) * loss).sum(), train)[0]
 
     torch.testing.assert_close(expected("sequence"), wanted, rtol=1e-9, atol=1e-12)
+    own = log_probs_of(train)
+    penalty = (kl_estimate("k1", own, log_probs_of(ref)) * MASK).sum(-1).detach()
+    in_reward = (own.sum(-1).exp().detach() * penalty * (own * MASK).sum(-1)).sum()
+    torch.testing.assert_close(torch.autograd.grad(in_reward, train)[0], wanted, rtol=1e-9, atol=1e-12)
     frozen = torch.autograd.grad(conditional, train)[0]
     torch.testing.assert_close(expected("unbiased"), frozen, rtol=1e-9, atol=1e-12)
     off = ((expected("unbiased") - wanted).norm() / wanted.norm()).item()

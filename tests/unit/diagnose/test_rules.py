@@ -224,6 +224,11 @@ TRIGGERS = {
     "small-updates": [
         ("warning", small_updates, []),
         ("warning", always(), ["actor.lr=0"]),
+        ("warning", always(actor__lr=lambda s: 1e-12 * s), []),
+    ],
+    "frozen": [
+        ("warning", always(actor__grad_norm=lambda s: 0.1234567 + max(0, 30 - s)), []),
+        ("warning", always(actor__entropy=0.4567891), []),
     ],
     "strong-penalty": [("warning", at_reference, ["actor.use_kl_loss=true", "actor.kl_loss_coef=2"])],
     "no-gradient": [("critical", always(actor__grad_norm=lambda s: 0.0 if s % 2 else 0.5), [])],
@@ -517,6 +522,9 @@ def test_the_page_of_rules_lists_every_rule():
         ("large-updates", both(large_updates, always(training__staleness_max=2.0)), []),
         ("small-updates", small_updates, [DECOUPLED]),
         ("small-updates", corr(k3_kl=3e-9), []),  # it learns
+        ("small-updates", always(actor__lr=lambda s: 1e-10 * s), []),
+        ("frozen", always(actor__grad_norm=1.0), []),  # the norm after clipping
+        ("frozen", always(actor__entropy=lambda s: 0.4567891 + s // 19), []),
         ("strong-penalty", at_reference, ["actor.use_kl_loss=true"]),
         ("strong-penalty", always(actor__kl_loss=0.5), ["actor.use_kl_loss=true", "actor.kl_loss_coef=2"]),
         ("no-gradient", always(actor__grad_norm=lambda s: 0.0 if s % 4 == 0 else 0.5), []),
@@ -699,3 +707,33 @@ def test_wrong_arguments_of_a_rule_are_named(make: Callable[[], object], words: 
 def test_a_detection_has_a_severity_and_a_sentence(severity: str, what: str | None) -> None:
     with pytest.raises(UsageError, match="no such severity, or no text"):
         Detection(severity, what, ())
+
+
+@pytest.mark.parametrize("cache", ["keep", "clear", "recompute"])
+def test_a_stale_cache_is_recomputed_by_a_setting(cache):
+    server = ("rollout.name=vllm", "rollout.mode=server", "rollout.max_staleness=1", "rollout.in_flight=true")
+    rows = healthy_rows()
+    corr(split__engine=0.01, split__cache=0.02)(rows)
+    found = examine(run_log(rows, *server, f"rollout.stale_cache={cache}"), all_rules())
+    [fixes] = [one.fixes for one in found.findings if one.rule == "ratio-parts"]
+    settings = [setting for fix in fixes for setting in fix.spec]
+    assert settings == ([] if cache == "recompute" else ["rollout.stale_cache=recompute"])
+
+
+@pytest.mark.parametrize(
+    "logged",
+    [
+        {"actor/kl_loss": lambda step: 0.001, "actor/pg_loss": lambda step: 0.006},
+        {
+            "actor/kl_loss": lambda step: 1e-5 * step,
+            "actor/pg_loss": lambda step: 6e-5 * step,
+            "actor/kl_coef": lambda step: 1e-3,
+        },
+    ],
+    ids=["repeated", "logged"],
+)
+def test_a_coefficient_is_inferred_only_where_it_is_unknown_and_figures_vary(logged):
+    rows = [row | {key: value(row["step"]) for key, value in logged.items()} for row in healthy_rows()]
+    diagnosis = examine(run_log(rows, facts=Facts()), all_rules())
+    assert diagnosis.run.facts.kl_coef is None
+    assert "strong-penalty" not in found(diagnosis)

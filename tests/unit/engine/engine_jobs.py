@@ -8,6 +8,7 @@ import torch
 from deepspeed.utils import safe_get_full_fp32_param, safe_get_full_grad
 
 from rlctl.batch import TokenBatch
+from rlctl.engine import model as engine_model
 from rlctl.engine.deepspeed import DeepSpeedEngine
 from rlctl.engine.fsdp import FsdpEngine, in_full
 from rlctl.engine.layout import idle_inputs
@@ -181,13 +182,14 @@ def save_and_load(ranks: Ranks, stage: int, dtype: str, directory: str):
     return saved, loaded, weights_of(actor), weights_of(fresh), norms
 
 
-def export(ranks: Ranks, stage: int, directory: str):
+def export(ranks: Ranks, stage: int, directory: str, share: int):
+    """Weights of the engine; `share`: bytes from which ranks share the export."""
+    engine_model.SHARE_BYTES = share
     actor = engine(ranks, stage)
     take_step(actor, 1, 4)
     # Loaded with a warning, as many models on the hub have it; transformers refuses to save it.
     model_of(actor).generation_config.temperature = 0.6
     actor.export(Path(directory))
-    ranks.barrier()
     return weights_of(actor)
 
 

@@ -84,8 +84,8 @@ def critic_updates(ranks: Ranks, options: list[dict[str, object]]):
             grad_clip=1.0,
             **option,
         )
-        settings = critics.settings_of("epochs")
-        metrics = update_critic(critics.batch_of(), critic, ranks, settings, critics.lr_of, 0)
+        spec = critics.spec_of("epochs")
+        metrics = update_critic(critics.batch_of(), critic, ranks, spec, critics.lr_of, 0)
         found.append((metrics, {name: tensor.detach().clone() for name, tensor in critic.weights()}))
     return found
 

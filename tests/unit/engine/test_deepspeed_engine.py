@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import itertools
+import json
 from pathlib import Path
 
 import pytest
 import torch
+from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
 from tests.models import naive_log_probs, tiny_batch, tiny_model
@@ -124,15 +126,37 @@ def test_fresh_engine_goes_on_where_the_saved_one_was(saved_engines, case, world
         assert norms[0] == norms[1]
 
 
-@pytest.mark.parametrize(("stage", "world_size"), [(0, 1), (2, 2), (3, 2), (FSDP, 2)])
-def test_export_is_a_plain_model(tmp_path: Path, stage: int, world_size: int) -> None:
-    weights = on_ranks(world_size, engine_jobs.export, stage, str(tmp_path / "model"), where=tmp_path)[0]
-    model = AutoModelForCausalLM.from_pretrained(tmp_path / "model")
-    ours = dict(model.named_parameters())
-    assert ours.keys() == weights.keys()
-    for name, tensor in weights.items():
-        assert torch.equal(ours[name], tensor), name
-    assert model.generation_config.temperature == 0.6
+@pytest.mark.parametrize(("stage", "world_size"), [(0, 1), (2, 2), (3, 2), (3, 4), (FSDP, 2), (FSDP, 4)])
+def test_export_is_a_plain_model_that_the_ranks_write_together(
+    tmp_path: Path, stage: int, world_size: int
+) -> None:
+    cases = [(stage, str(tmp_path / name), share) for name, share in (("one", 2**30), ("shared", 1000))]
+    results = on_ranks_each(world_size, engine_jobs.export, cases, where=tmp_path)
+    for _, at, share in cases:
+        directory, weights = Path(at), results[stage, at, share][0]
+        model, loading = AutoModelForCausalLM.from_pretrained(directory, output_loading_info=True)
+        ours = dict(model.named_parameters())
+        assert not any(loading.values()), loading
+        assert ours.keys() == weights.keys()
+        for name, tensor in weights.items():
+            assert torch.equal(ours[name], tensor), name
+        assert model.generation_config.temperature == 0.6
+    (one, shared) = (sorted(path.name for path in (tmp_path / name).iterdir()) for name in ("one", "shared"))
+    assert one == ["config.json", "generation_config.json", "model.safetensors"]
+    if world_size == 1:
+        assert shared == one
+        return
+    numbers = [f"model-{n:05d}-of-{world_size:05d}.safetensors" for n in range(1, world_size + 1)]
+    assert shared == sorted([*one[:2], *numbers, "model.safetensors.index.json"])
+    index = json.loads((tmp_path / "shared" / "model.safetensors.index.json").read_text())
+    serial = load_file(tmp_path / "one" / "model.safetensors")
+    assert index["weight_map"].keys() == serial.keys()  # tied weights under the same name
+    found = {number: load_file(tmp_path / "shared" / number) for number in numbers}
+    for name, tensor in serial.items():
+        assert torch.equal(found[index["weight_map"][name]][name], tensor)
+    sizes = [sum(tensor.nbytes for tensor in part.values()) for part in found.values()]
+    assert index["metadata"]["total_size"] == sum(sizes)
+    assert max(sizes) < 0.8 * sum(sizes) if world_size == 2 else max(sizes) < 0.6 * sum(sizes)
 
 
 @pytest.mark.parametrize("kind", ["llama", "gemma2"])  # the second soft-caps the output of its head

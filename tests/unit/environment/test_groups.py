@@ -22,13 +22,13 @@ from rlctl.rollout.protocol import Sampling
 from rlctl.spec.environment import EnvironmentSpec
 from rlctl.spec.load import load_spec
 from rlctl.spec.rollout import OverlongSpec
-from rlctl.train.loop import describe_episodes
 from rlctl.train.score_batch import estimated, train_batch
 from rlctl.train.step_metrics import (
-    batch_metrics,
     environment_metrics,
     environment_sums,
+    episode_metrics,
     episode_sums,
+    metrics_of_episodes,
     turn_metrics,
     turn_sums,
 )
@@ -176,7 +176,7 @@ def test_failed_episodes_are_counted_and_in_no_other_metric() -> None:
     host = {name: float(value) for name, value in episode_sums(graded, 0, 10).items()}
     assert host["failed"] == 4.0
     assert (host["invalid"], host["aborted"], host["groups"], host["flat_groups"]) == (0.0, 0.0, 3.0, 0.0)
-    metrics = batch_metrics(host, compares_siblings=True)
+    metrics = episode_metrics(host, compares_siblings=True)
     assert metrics["response_length/mean"] == sum(e.num_sampled for e in whole) / 8
     assert metrics["critic/score/mean"] == pytest.approx((0 + 1 + 3 + 3) / 8)
     assert metrics["reward/error_fraction"] == 0.0
@@ -185,9 +185,8 @@ def test_failed_episodes_are_counted_and_in_no_other_metric() -> None:
 def test_metrics_of_episodes() -> None:
     graded = graded_of(lambda _, group, member: group == 0 and member == 2)
     names = sorted({name for e in graded.episodes for name in e.metrics})
-    metrics = environment_metrics(
-        {name: float(value) for name, value in environment_sums(graded, names).items()}
-    )
+    sums = episode_sums(graded, 0, 10) | environment_sums(graded, names)
+    metrics = environment_metrics({name: float(value) for name, value in sums.items()})
     whole = [e for e in graded.episodes if not e.error]
     assert (metrics["episode/num_turns/mean"], metrics["episode/num_turns/max"]) == (2.0, 2.0)
     assert metrics["episode/num_tool_calls"] == 2.0
@@ -203,11 +202,12 @@ def test_metrics_of_episodes() -> None:
 
 def test_too_many_failures_end_the_run_with_the_first_of_them() -> None:
     graded = graded_of(lambda _, group, member: group > 0)
-    run = SimpleNamespace(ranks=ALONE, spec=SPEC)
+    spec = SPEC.model_copy(update={"environment": SPEC.environment.model_copy(update={"name": "a.py:A"})})
+    run = SimpleNamespace(ranks=ALONE, spec=spec, policy_version=0)
     with pytest.raises(RunFailure, match=r"9 of 12 episodes failed.*refused"):
-        describe_episodes(run, graded)
+        metrics_of_episodes(run, graded)
     few = graded_of(lambda _, group, member: group == 0 and member == 0)
-    assert describe_episodes(run, few)["episode/num_failed"] == 1.0
+    assert metrics_of_episodes(run, few)["episode/num_failed"] == 1.0
 
 
 def test_mismatch_by_turn() -> None:
@@ -229,7 +229,7 @@ def test_an_episode_without_a_turn_can_be_counted() -> None:
     failed = Episode(task_of(), 0, (), "", "environment_error", error="refused")
     graded = Graded([(failed,)], RewardResult(torch.zeros(1), torch.zeros(1, dtype=torch.bool)), None, {})
     assert episode_sums(graded, 0, 10)["failed"] == 1.0
-    assert environment_sums(graded, [])["episodes"] == 0.0
+    assert environment_sums(graded, [])["observed"] == 0.0
     assert train_batch(SPEC, ALONE, graded, 0).num_episodes == 0
 
 

@@ -193,3 +193,20 @@ def test_overlong_prompts_are_counted(run_dir, tmp_path):
     found, _ = found_by(EvaluateRequest(str(run_dir), [str(data)], n=1))
     assert found.about["data"]["num_overlong_prompts"] == 1
     assert found.scores[0].num_questions == 1
+
+
+def test_a_model_is_evaluated_in_an_environment_that_is_named(task, tmp_path):
+    file, section = tmp_path / "games.py", tmp_path / "section.yaml"
+    game = "class {}:\n    def reset(self): pass\n    def get_reward(self): return {}\n"
+    file.write_text(game.format("One", 0.25) + game.format("Other", 0.75))
+    request = EvaluateRequest(str(task.model_dir), [str(task.val_file)], n=2, limit=3, max_response_length=4)
+    found, samples = found_by(request, environment=f"{file}:One")
+    assert [row["environment_reward"] for row in samples] == 6 * [0.25]
+    assert found.about["sampling"]["environment"]["name"] == f"{file}:One"
+    section.write_text(f"environment: {{name: '{file}:Other', max_turns: 2}}\n")
+    found, samples = found_by(request, environment=str(section))
+    assert [row["environment_reward"] for row in samples] == 6 * [0.75]
+    assert found.about["sampling"]["environment"]["max_turns"] == 2
+    for wrong in ("nowhere", f"{file}:Missing"):
+        with pytest.raises(UsageError, match="environment"):
+            evaluate(replace(request, environment=wrong), quiet)

@@ -121,7 +121,7 @@ def test_another_chat_template() -> None:
 
 @pytest.mark.parametrize("dtype", ["bf16", "int8"])
 def test_precision(dtype: Any) -> None:
-    (cause,) = found(plain(dtype=dtype))
+    (cause,) = found(plain(dtype=dtype), dtype=dtype, same_precision=plain)
     assert cause.name == "dtype"
     assert f"the engine computes in {dtype}, the trainer in fp32" in cause.what
     assert cause.spec[0] == "rollout.dtype=fp32"
@@ -140,7 +140,17 @@ def test_other_weights_are_not_guessed() -> None:
 
 def test_temperature_and_precision() -> None:
     engine = Engine(plain(dtype="int8"), sampling=lambda s: replace(s, temperature=0.7))
-    assert names(found(engine, **MANY)) == ["temperature", "dtype"]
+    same = replace(engine, inner=plain())
+    precise: dict[str, Any] = {"dtype": "int8", "same_precision": lambda: same}
+    assert names(found(engine, **MANY, **precise)) == ["temperature", "dtype"]
+
+
+def test_a_precision_that_is_not_stated_is_not_guessed() -> None:
+    examination = look(plain(dtype="bf16"))
+    assert causes(examination) == []
+    left = remainder(examination)
+    assert left is not None
+    assert "as large as rounding differences" in left
 
 
 def test_temperature_and_truncation() -> None:

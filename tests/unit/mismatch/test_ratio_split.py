@@ -16,7 +16,7 @@ from rlctl.batch import ModelInputs, TokenBatch
 from rlctl.mismatch.dumped import DumpedStep, Kept, WeightsScorer
 from rlctl.mismatch.ratio_split import RatioSplit, split, split_of_run
 from rlctl.spec.load import load_spec
-from rlctl.train.ratio_parts import ratio_metrics, ratio_sums
+from rlctl.train.step_metrics import ratio_metrics, ratio_sums
 from tests.unit.mismatch.test_who_sampled import sampled
 from tests.unit.rollout.test_hf_rollout import TOKENIZER, random_model
 
@@ -202,6 +202,7 @@ def columns(
         rollout_log_probs=torch.full((total,), -1.0),
         versions=recorded,
         turns=torch.zeros(total, dtype=torch.int64),
+        rewards=torch.zeros(total),
         age=age - recorded,
     )
     return batch, torch.full((total,), -1.0) + torch.tensor(gaps)

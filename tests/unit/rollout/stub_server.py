@@ -53,6 +53,7 @@ class Server(ThreadingHTTPServer):
         self.scales_out, self.scheduling_policy = True, "priority"  # as started for sampling in flight
         #: of the next answers, by span of tokens; None: as of an older vLLM, which reports none
         self.weight_versions: list[list[dict[str, Any]] | None] = []
+        self.used_blocks = 0  # number of times that the cache cannot be reset
         self.adapters: list[str] = []
         self.weight_version = "default"
         self.workers = 1  # GPUs, in vLLM's terms
@@ -106,6 +107,9 @@ class Handler(BaseHTTPRequestHandler):
         elif self.path == "/update_weight_version":
             self.server.weight_version = body["new_version"]
             self.answer(200, {})
+        elif self.path == "/reset_prefix_cache":
+            self.server.used_blocks -= 1
+            self.answer(200, {"success": self.server.used_blocks < 0})
         elif self.path not in {"/v1/completions", GENERATE}:
             try:
                 self.server.loads(self.path, body)

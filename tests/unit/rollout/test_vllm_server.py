@@ -64,6 +64,30 @@ def test_prompts_go_round_and_turns_come_back_in_order(servers: list[Server], tm
     assert list((tmp_path / "weights").iterdir()) == []
 
 
+def test_the_cache_is_reset_when_no_request_uses_it_any_more(servers: list[Server], tmp_path: Path) -> None:
+    servers[0].used_blocks = 2
+    engine, model = engine_on(servers, tmp_path)
+    engine.sync_weights(PlainWeights(model.state_dict().items()), policy_version=4)
+    assert [server.paths().count("/reset_prefix_cache") for server in servers] == [3, 1]
+    assert servers[0].paths()[-1] == "/update_weight_version"
+    assert versions_of(sample(engine)) == {4}
+    engine.close()
+
+
+def test_a_cache_that_keeps_older_blocks_is_an_error(
+    servers: list[Server], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    servers[1].used_blocks = 10**9
+    engine, model = engine_on(servers, tmp_path)
+    monkeypatch.setattr(vllm_server, "_SYNC_S", 0.05)
+    with pytest.raises(RunFailure, match="kept cached blocks of older weights") as refused:
+        engine.sync_weights(PlainWeights(model.state_dict().items()), policy_version=4)
+    assert refused.value.where == servers[1].url
+    with pytest.raises(RunFailure, match="old and new weights"):
+        sample(engine)
+    engine.close()
+
+
 def test_a_running_event_loop_does_not_matter(servers: list[Server], tmp_path: Path) -> None:
     """A notebook has one."""
 

@@ -99,6 +99,21 @@ def test_the_memory_of_cpu_ranks_is_that_of_the_host() -> None:
     assert [*place(replace(cores, host_bytes=needed), *two).problems()]
 
 
+def test_ranks_share_what_they_read_unless_the_rollout_engine_copies_it() -> None:
+    """A full update of a 7B model on eight GPUs fits into 128 GiB of host memory."""
+    machine = replace(MACHINES["8xh100"], host_bytes=128 * GIB)
+    eight = ("trainer.n_gpus_per_node=8", "engine.zero_stage=2", "model.enable_gradient_checkpointing=true")
+    vllm = place(machine, *eight, "rollout.name=vllm")
+    shape = vllm.size.shape
+    assert host(vllm)["weights in transfer"] == 8 * 2 * 2 * shape.vocab * shape.hidden
+    assert "engine.offload" not in errors(vllm)
+    copies = place(machine, *eight, "rollout.name=hf")
+    assert host(copies)["weights in transfer"] == 8 * 2 * P
+    assert "engine.offload" in errors(copies)
+    experts = replace(vllm.size, shape=replace(shape, has_experts=True))  # joined as they are read
+    assert host(Placement(vllm.spec, experts, machine))["weights in transfer"] == 8 * 2 * P
+
+
 def test_a_small_dev_shm_is_refused_before_the_start() -> None:
     docker = replace(MACHINES["8xh100"], shm_bytes=64 * 2**20)
     server = ("rollout.name=vllm", "rollout.mode=server", "rollout.server.replicas=4")

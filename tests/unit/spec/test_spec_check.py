@@ -48,7 +48,6 @@ def problems_of(*overrides: str) -> dict[str, str]:
         ("model.lora_alpha=8", ["model.lora_rank=4"]),
         ("model.target_modules=[q_proj]", ["model.lora_rank=4"]),
         ("actor.kl_loss_coef=0.1", ["actor.use_kl_loss=true"]),
-        ("algorithm.kl_penalty=k3", ["algorithm.use_kl_in_reward=true"]),
         (
             "algorithm.kl_ctrl.horizon=5",
             ["algorithm.use_kl_in_reward=true", "algorithm.kl_ctrl.type=adaptive"],
@@ -253,6 +252,12 @@ EST = "algorithm.adv_estimator="
 IN_REWARD, IN_LOSS = "algorithm.use_kl_in_reward=true", "actor.use_kl_loss=true"
 
 
+def test_only_k1_has_the_gradient_of_the_kl_in_the_reward():
+    [found] = load_spec([], [], [IN_REWARD, "algorithm.kl_penalty=low_var_kl"]).warnings
+    assert "k3 does not have the KL's gradient" in found.what
+    assert found.fix == "use k1"
+
+
 def test_experts_are_replayed_from_engines_that_report_them(tmp_path):
     own = tmp_path / "own.py"
     own.write_text("def engine(context): ...\n")
@@ -327,7 +332,14 @@ def test_critic_and_discount(overrides, expected):
                 "actor.kl_loss_type": "k1",
             }.items()
         ],
-        ([IN_REWARD, "algorithm.kl_ctrl.kl_coef=0.1", "algorithm.kl_penalty=k3"], {}),
+        *[
+            ([IN_REWARD, "algorithm.kl_ctrl.kl_coef=0.1", f"algorithm.kl_penalty={kind}"], found)
+            for kind, found in {
+                "k1": {},
+                "k2": {"algorithm.kl_penalty": "warning"},
+                "k3": {"algorithm.kl_penalty": "warning"},
+            }.items()
+        ],
         ([IN_LOSS, "actor.kl_loss_coef=0.1"], {}),
         (["ref.path=a/b"], {"ref.path": "error"}),
         ([IN_LOSS, "ref.path=a/b"], {}),

@@ -12,7 +12,8 @@ from rlctl.engine.deepspeed import DeepSpeedCritic
 from rlctl.engine.protocol import StepResult
 from rlctl.engine.ranks import Ranks
 from rlctl.engine.values import ValueModule
-from rlctl.train.settings import CriticSettings
+from rlctl.spec.load import load_spec
+from rlctl.spec.run_spec import RunSpec
 from rlctl.train.update_critic import update_critic
 from tests.models import tiny_batch, tiny_model
 from tests.unit.train.updates import HORIZON, ROWS, Micro, sizes_of
@@ -30,10 +31,27 @@ CASES = {
 }
 
 
-def settings_of(name: str, *, micro_sequences: int = ROWS, micro_tokens: int | None = None) -> CriticSettings:
+def spec_of(name: str, *, micro_sequences: int = ROWS, micro_tokens: int | None = None) -> RunSpec:
     agg_mode, epochs, mini = CASES[name]
-    sizes = (mini, ROWS // mini, micro_sequences, micro_tokens)
-    return CriticSettings(CLIP, agg_mode, "episode", HORIZON, epochs, *sizes)
+    return spec_with(agg_mode, epochs, mini, micro_sequences, micro_tokens)
+
+
+def spec_with(
+    agg_mode: str, epochs: int, mini: int, micro: int, tokens: int | None = None, clip: float = CLIP
+) -> RunSpec:
+    """Batches of `ROWS` prompts with one response each."""
+    values = {
+        "algorithm.adv_estimator": "gae",
+        "data.train_batch_size": ROWS,
+        "data.max_response_length": HORIZON,
+        "critic.cliprange_value": clip,
+        "critic.loss_agg_mode": agg_mode,
+        "critic.ppo_epochs": epochs,
+        "actor.ppo_mini_batch_size": mini,
+        "critic.ppo_micro_batch_size_per_gpu": micro,
+        "critic.ppo_max_token_len_per_gpu": "null" if tokens is None else tokens,
+    }
+    return load_spec([], [], [f"{key}={value}" for key, value in values.items()]).spec
 
 
 def batch_of(seed: int = 5) -> TokenBatch:
@@ -96,7 +114,7 @@ def invariance(ranks: Ranks, plan: list[tuple[str, Micro]]):
             betas=(0.9, 0.999),
             grad_clip=1.0,
         )
-        settings = settings_of(name, **sizes_of(micro))
-        metrics = update_critic(batch_of().pick(mine), critic, ranks, settings, lr_of, 0)
+        spec = spec_of(name, **sizes_of(micro))
+        metrics = update_critic(batch_of().pick(mine), critic, ranks, spec, lr_of, 0)
         found[name, micro] = (metrics, {n: t.detach().clone() for n, t in critic.weights()})
     return found

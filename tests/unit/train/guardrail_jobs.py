@@ -56,7 +56,7 @@ def skipping(ranks: Ranks, micro: int):
     decisions, skipped_updates, scale = [], 0.0, 1.0
     for number, part in enumerate(parts):
         outcome = update(part, guarded, ranks, settings, lambda _: 1e-3, number, guard=guard, lr_scale=scale)
-        scale = outcome.lr_scale
+        scale = outcome.decisions[-1].next_scale if outcome.decisions else scale
         decisions += outcome.decisions
         skipped_updates += outcome.metrics["rollout_corr/skipped_updates"]
     for number, (part, decision) in enumerate(zip(parts, decisions, strict=True)):
@@ -97,7 +97,7 @@ def deciding(ranks: Ranks, rows: list[dict[str, float]], history: list[dict[str,
     decided = [(guardrails.is_tight, guardrails.lr_scale)]
     for row in rows:
         metrics = row if ranks.is_main else {"rollout_corr/rollout_is_raw_eff_sample_size": 1.0}
-        own = guardrails.observe(int(row["step"]), metrics, num_planned=0, decisions=(), lr_scale=1.0)
+        own = guardrails.observe(int(row["step"]), metrics, (), 0)
         run.history.append({"step": row["step"], **metrics, **own})
         decided.append((guardrails.is_tight, run.stopped_because))
     return decided

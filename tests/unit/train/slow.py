@@ -49,15 +49,15 @@ def slow_loss(model, batch: TokenBatch, settings: UpdateSettings) -> Loss:
             "kl": kl_losses(settings.kl_loss_type, log_probs[row], refs[row], rollouts[row], kept),
         }
         counts.append(len(kept) if after else len(places))
-        share = max(counts[-1], 1) if settings.agg_mode == "seq-mean-token-mean" else 1
+        share = max(counts[-1], 1) if settings.actor.loss_agg_mode == "seq-mean-token-mean" else 1
         for name, tokens in values.items():
             sums[name].append(sum(tokens, torch.zeros((), dtype=torch.float64)) / share)
     divisor = _divisor(settings, counts)
     found = {name: torch.stack(rows).sum() / divisor for name, rows in sums.items()}
-    total = found["policy"] - settings.entropy_coeff * found["entropy"]
+    total = found["policy"] - settings.actor.entropy_coeff * found["entropy"]
     if settings.kl_loss_type is None:
         return Loss(found["policy"], None, total)
-    return Loss(found["policy"], found["kl"], total + settings.kl_loss_coef * found["kl"])
+    return Loss(found["policy"], found["kl"], total + settings.actor.kl_loss_coef * found["kl"])
 
 
 def _divisor(settings: UpdateSettings, counts: list[int]) -> int:
@@ -67,7 +67,7 @@ def _divisor(settings: UpdateSettings, counts: list[int]) -> int:
         "seq-mean-token-sum": num_sequences,
         "seq-mean-token-mean": num_sequences,
         "seq-mean-token-sum-norm": num_sequences * settings.horizon,
-    }[settings.agg_mode]
+    }[settings.actor.loss_agg_mode]
 
 
 def policy_losses(

@@ -80,7 +80,7 @@ def test_what_was_dropped_is_described_beside_what_was_kept() -> None:
     """Their lengths, scores, and the scores of their prompts, over the graded ones."""
     valid = [True, True, True, True, True, False]
     sums = to_host(age_sums(graded(valid), VERSION, 2))
-    found = age_metrics(sums, 5)
+    found = age_metrics(sums)
     old, young = (2, 4), (0, 1, 3)
     prompts = {0: 0.5, 1: 0.5, 2: 0.5}
     expected = {"age/older_episodes": 2.0, "age/mixed_episodes": 3 / 5}
@@ -94,13 +94,13 @@ def test_what_was_dropped_is_described_beside_what_was_kept() -> None:
 
 
 def test_without_old_episodes_only_the_others_are_described() -> None:
-    found = age_metrics(to_host(age_sums(graded(), VERSION, 5)), 6)
+    found = age_metrics(to_host(age_sums(graded(), VERSION, 5)))
     assert found["age/older_episodes"] == 0.0
     assert {"age/within_length", "age/within_score"} <= found.keys()
     assert not {"age/older_length", "age/older_score"} & found.keys()
-    assert set(age_metrics(to_host(age_sums(graded(), VERSION, None)), 6)) == {
+    assert set(age_metrics(to_host(age_sums(graded(), VERSION, None)))) == {
         "age/token_mean",
         "age/mixed_episodes",
     }
-    nothing = age_metrics(to_host(age_sums(graded([False] * 6), VERSION, 2)), 0)
+    nothing = age_metrics(to_host(age_sums(graded([False] * 6), VERSION, 2)))
     assert all(math.isfinite(value) for value in nothing.values())

@@ -223,10 +223,7 @@ def rows_with(count: int, seed: int = 0, **columns):
 
 def observed(guardrails, row, decisions):
     """The guardrails' metrics of a step that made these decisions, which is logged as in training."""
-    scale = decisions[-1].next_scale if decisions else guardrails.lr_scale
-    own = guardrails.observe(
-        row["step"], row, num_planned=len(decisions), decisions=decisions, lr_scale=scale
-    )
+    own = guardrails.observe(row["step"], row, decisions, len(decisions))
     guardrails._run.history.append({**row, **own})
     return own
 
@@ -461,7 +458,7 @@ def test_a_batch_is_decided_from_its_observation_alone(mode) -> None:
 def test_updates_are_counted_not_decisions() -> None:
     """Two updates that could not be checked are two updates all the same."""
     guardrails = guardrails_of(run_of(alone(), f"{G}mode=act"))
-    logged = guardrails.observe(1, rows_with(1)[0], num_planned=2, decisions=(), lr_scale=1.0)
+    logged = guardrails.observe(1, rows_with(1)[0], (), 2)
     assert logged["guardrails/updates"] == 2.0
 
 

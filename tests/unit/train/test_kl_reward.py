@@ -12,7 +12,7 @@ import torch
 
 from rlctl.errors import RunFailure
 from rlctl.spec.algorithm import AlgorithmSpec
-from rlctl.train.score_batch import kl_controller, with_kl_in_reward
+from rlctl.train.score_batch import kl_controller, with_penalties
 from tests.reference import kl as slow
 from tests.unit.train.scored import LENGTHS, ROWS, scored_batch
 from tests.unit.train.updates import alone
@@ -28,7 +28,7 @@ def algorithm_of(penalty: str = "k1", **control: object) -> AlgorithmSpec:
 def test_every_token_pays_for_its_own_kl(kind: str) -> None:
     scored, algorithm = scored_batch(), algorithm_of(kind)
     controller = kl_controller(algorithm)
-    after, updated, metrics = with_kl_in_reward(scored, algorithm, controller, alone())
+    after, updated, metrics = with_penalties(scored, algorithm, controller, alone())
     policies = zip(scored.old_log_probs.tolist(), scored.ref_log_probs.tolist(), strict=True)
     kl = torch.tensor([slow.estimate(kind, policy, ref, 0.0) for policy, ref in policies])
     torch.testing.assert_close(after.rewards, scored.rewards - 0.5 * kl, rtol=1e-5, atol=1e-6)
@@ -50,7 +50,7 @@ def test_the_adaptive_coefficient_by_hand() -> None:
     controller = kl_controller(algorithm)
     for kl, error in zip(per_token.values(), (0.2, 0.2, -0.05), strict=True):
         batch = replace(scored, ref_log_probs=scored.old_log_probs - kl)
-        after, controller, metrics = with_kl_in_reward(batch, algorithm, controller, alone())
+        after, controller, metrics = with_penalties(batch, algorithm, controller, alone())
         assert metrics["actor/reward_kl_penalty"] == pytest.approx(kl, rel=1e-5)
         # The coefficient of this batch was determined before it; the KL of this batch changes the next
         # coefficient.
@@ -66,8 +66,8 @@ def test_a_bad_log_prob_costs_its_own_penalty_only(bad: float) -> None:
     scored, algorithm = scored_batch(), algorithm_of(type="adaptive")
     poisoned = scored.old_log_probs.clone()
     poisoned[2] = bad
-    clean, _, _ = with_kl_in_reward(scored, algorithm, kl_controller(algorithm), alone())
-    after, controller, metrics = with_kl_in_reward(
+    clean, _, _ = with_penalties(scored, algorithm, kl_controller(algorithm), alone())
+    after, controller, metrics = with_penalties(
         replace(scored, old_log_probs=poisoned), algorithm, kl_controller(algorithm), alone()
     )
     wanted = clean.rewards.clone()
@@ -88,4 +88,4 @@ def test_a_penalty_that_is_none_of_tokens_is_an_error(tmp_path: Path, returned: 
     (tmp_path / "mine.py").write_text(f"def part(log_probs, ref, rollout, unit):\n    return {returned}\n")
     algorithm = algorithm_of(f"{tmp_path}/mine.py:part")
     with pytest.raises(RunFailure, match=rf"KL estimator .*mine\.py:part {words}"):
-        with_kl_in_reward(scored_batch(), algorithm, kl_controller(algorithm), alone())
+        with_penalties(scored_batch(), algorithm, kl_controller(algorithm), alone())

@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 from rlctl.batch import ModelInputs, TokenBatch
 from rlctl.engine.protocol import PolicyOutput
 from rlctl.spec.load import load_spec
-from rlctl.train.deal import in_passes, in_step, micro_batches
+from rlctl.train.deal import in_passes, in_step, micro_batches, output_of
 from rlctl.train.score_batch import score_batch
 from rlctl.train.step_metrics import StepTimer
 from tests.models import tiny_batch, tiny_model
@@ -61,6 +61,7 @@ def of_sequences(sizes: list[list[int]]) -> TokenBatch:
         rollout_log_probs=zeros.float(),
         versions=zeros,
         turns=zeros,
+        rewards=zeros.float(),
     )
 
 
@@ -107,10 +108,13 @@ def test_outputs_are_in_the_order_of_the_batch(sizes: list[list[int]], limit: in
 @pytest.mark.parametrize("most", [0, 2, 5])
 def test_every_rank_makes_as_many_passes(most: int) -> None:
     batch = batch_of([3, 1, 4])
-    parts = [batch.pick([place]) for place in range(3)]
-    for own in (parts, parts[:1], []):
-        found = in_step(own, Others(most))
-        assert found == [*own, *[None] * (max(most, len(own), 1) - len(own))]
+    for own in (batch, batch.pick([0]), batch.pick([])):
+        found = in_step(own, 1, None, Others(most))
+        assert len(found) == max(most, own.num_episodes, 1)
+        assert [part.num_episodes for part in found[: own.num_episodes]] == [1] * own.num_episodes
+        for idle in found[own.num_episodes :]:
+            assert idle.num_episodes == 0
+            assert output_of(lambda inputs: inputs.tokens[:, None], idle).shape == (0, 1)
 
 
 def test_an_episode_above_the_budget_goes_alone() -> None:

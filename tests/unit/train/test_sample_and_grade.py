@@ -64,18 +64,18 @@ def spec_of(estimator: str, *overrides: str) -> RunSpec:
 
 def run_of(spec: RunSpec, rank: int = 0, world_size: int = 1, reward: object = None) -> SimpleNamespace:
     engine, ranks = Engine(), Ranks(rank, world_size, torch.device("cpu"))
-    source = EpisodeSource.of(spec, TOKENIZER)
-    sample = partial(sample_groups, spec, ranks, PROMPTS, engine, source)
-    return SimpleNamespace(
+    run = SimpleNamespace(
         spec=spec,
         ranks=ranks,
         rollout=engine,
         tokenizer=TOKENIZER,
-        episodes=source,
+        train_prompts=PROMPTS,
+        episodes=EpisodeSource.of(spec, TOKENIZER),
         draws=None,
-        stream=RolloutStream(sample, ahead=0, last_step=9),
         reward=reward or Reward({"length": (1.0, Length())}, OverlongSpec(), 5),
     )
+    run.stream = RolloutStream(partial(sample_groups, run), ahead=0, last_step=9)
+    return run
 
 
 def timer() -> StepTimer:

@@ -23,7 +23,7 @@ class Run:
     def __init__(self, *overrides: str) -> None:
         self.spec = load_spec([], [], ["trainer.total_training_steps=100", *overrides]).spec
         self.ranks = SimpleNamespace(is_main=True, sum=list)
-        self.stop = SimpleNamespace(signal_number=None)
+        self.stop = SimpleNamespace(signal_number=0)
         self.history: list[dict[str, float]] = []
         self.stopped_because, self.total_steps = "", 100
 

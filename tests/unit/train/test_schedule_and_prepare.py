@@ -5,7 +5,9 @@ from itertools import chain, pairwise
 from pathlib import Path
 
 import pytest
+import torch
 
+from rlctl.engine.ranks import Ranks
 from rlctl.errors import SpecError
 from rlctl.spec.keys import changes
 from rlctl.spec.load import load_spec
@@ -14,7 +16,7 @@ from rlctl.track.run_dir import open_run_dir
 from rlctl.train.preflight import check_inputs, refuse_unsafe
 from rlctl.train.settings import actor_schedule, critic_schedule, lr_at
 from rlctl.train.start import start_run
-from rlctl.train.stream import rank_positions
+from rlctl.train.stream import places_of
 
 
 @pytest.mark.parametrize("kind", ["constant", "linear", "cosine"])
@@ -83,10 +85,13 @@ def test_both_warm_up_over_their_own_updates() -> None:
 
 @pytest.mark.parametrize(("batch", "mini"), [(16, 16), (16, 8), (16, 4), (8, 8)])
 def test_mini_batches_hold_the_same_prompts_on_any_number_of_ranks(batch: int, mini: int) -> None:
-    alone = rank_positions(batch, mini, rank=0, world_size=1)
+    sizes = [f"data.train_batch_size={batch}", f"actor.ppo_mini_batch_size={mini}"]
+    of_batch = load_spec([], [], sizes).spec
+    device = torch.device("cpu")
+    alone = places_of(of_batch, Ranks(0, 1, device))
     assert alone == list(range(batch))
     for world_size in (1, 2, 4):
-        mine = [rank_positions(batch, mini, rank=r, world_size=world_size) for r in range(world_size)]
+        mine = [places_of(of_batch, Ranks(rank, world_size, device)) for rank in range(world_size)]
         assert sorted(chain(*mine)) == alone
         share = mini // world_size
         for k in range(batch // mini):

@@ -18,7 +18,7 @@ from rlctl.reward.protocol import Graded, RewardResult
 from rlctl.spec.load import load_spec
 from rlctl.spec.run_spec import RunSpec
 from rlctl.train.score_batch import score_batch, train_batch, with_advantages
-from rlctl.train.step_metrics import StepTimer, batch_metrics, episode_sums, token_sums
+from rlctl.train.step_metrics import StepTimer, episode_metrics, episode_sums
 from tests.episodes import task_of
 from tests.unit.train.updates import alone
 
@@ -135,8 +135,7 @@ def test_a_response_that_the_engine_ended_is_excluded() -> None:
     batch = with_advantages(scored_by(spec, graded), spec.algorithm, alone())
     members = list(zip(batch.group_ids.tolist(), batch.members.tolist(), strict=True))
     assert members == [(GROUPS[row], row % 3) for row in range(ROWS) if row != 2]
-    sums = to_host(episode_sums(graded, 5, 3) | token_sums(batch))
-    metrics = batch_metrics(sums, compares_siblings=True)
+    metrics = episode_metrics(to_host(episode_sums(graded, 5, 3)), compares_siblings=True)
     assert metrics["prompt_length/clip_ratio"] == 1.0
     assert metrics["response/num_aborted"] == 1
     assert metrics["reward/num_errors"] == 0  # the grader did not fail

@@ -382,7 +382,7 @@ def test_learning_rate_follows_the_effective_sample_size_where_asked(level: str 
     rates = {}
     for scaling in (False, True):
         model = tiny_model()
-        settings = replace(settings_of(correction), lr_ess_scaling=scaling)
+        settings = settings_of(correction, lr_ess_scaling=scaling)
         outcome = update(batch_of(model), PlainEngine(model), alone(), settings, lambda _: 1e-3, 0)
         rates[scaling] = outcome.metrics["actor/lr"]
     ess = outcome.metrics["rollout_corr/rollout_is_raw_eff_sample_size"]

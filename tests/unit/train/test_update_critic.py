@@ -13,7 +13,7 @@ from rlctl.train.update_critic import update_critic
 from tests.processes import on_ranks
 from tests.unit.engine.test_critic import naive_values
 from tests.unit.train import critics
-from tests.unit.train.critics import CASES, CLIP, PlainCritic, batch_of, lr_of, settings_of
+from tests.unit.train.critics import CASES, CLIP, PlainCritic, batch_of, lr_of, spec_of
 from tests.unit.train.updates import HORIZON, ROWS, Micro, alone
 
 PLANS = {1: [(name, micro) for name in CASES for micro in (16, 4, 2, 1, "30 tokens")]}
@@ -82,7 +82,7 @@ def slow_update(name: str):
 def test_steps_and_metrics_are_those_of_the_formula(name: str, micro: int) -> None:
     module, wanted = slow_update(name)
     critic = PlainCritic()
-    metrics = update_critic(batch_of(), critic, alone(), settings_of(name, micro_sequences=micro), lr_of, 0)
+    metrics = update_critic(batch_of(), critic, alone(), spec_of(name, micro_sequences=micro), lr_of, 0)
     assert metrics == pytest.approx(wanted, rel=2e-4, abs=1e-6)
     assert 0.1 < metrics["critic/vf_clipfrac"] < 0.9
     start, theirs = dict(PlainCritic().module.named_parameters()), dict(module.named_parameters())
@@ -119,7 +119,7 @@ def test_explained_variance(seen: str, explained: float) -> None:
         batch = replace(batch, values=torch.full_like(batch.returns, 0.7))
     else:  # to explain
         batch = replace(batch, returns=torch.full_like(batch.returns, 0.7))
-    metrics = update_critic(batch, PlainCritic(), alone(), settings_of("one step"), lr_of, 0)
+    metrics = update_critic(batch, PlainCritic(), alone(), spec_of("one step"), lr_of, 0)
     assert metrics["critic/vf_explained_var"] == pytest.approx(explained, abs=1e-6)
 
 
@@ -130,7 +130,7 @@ def test_learning_rate_follows_the_count_of_its_own_updates() -> None:
         asked.append(number)
         return 1e-4 * number
 
-    metrics = update_critic(batch_of(), PlainCritic(), alone(), settings_of("epochs"), schedule, 40)
+    metrics = update_critic(batch_of(), PlainCritic(), alone(), spec_of("epochs"), schedule, 40)
     assert asked == [40, 41, 42, 43]
     assert metrics["critic/lr"] == pytest.approx(0.0043)
 
@@ -138,7 +138,7 @@ def test_learning_rate_follows_the_count_of_its_own_updates() -> None:
 def test_nothing_graded_makes_no_step() -> None:
     batch = batch_of().pick([])
     critic = PlainCritic()
-    metrics = update_critic(batch, critic, alone(), settings_of("epochs"), lr_of, 0)
+    metrics = update_critic(batch, critic, alone(), spec_of("epochs"), lr_of, 0)
     assert all(map(math.isfinite, metrics.values()))
     assert metrics["critic/skipped_updates"] == 4.0
     start = dict(PlainCritic().module.named_parameters())

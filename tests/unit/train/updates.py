@@ -13,7 +13,7 @@ from rlctl.engine.deepspeed import DeepSpeedEngine
 from rlctl.engine.log_probs import PolicyModule, policy_output
 from rlctl.engine.protocol import PolicyOutput, StepResult
 from rlctl.engine.ranks import Ranks
-from rlctl.spec.algorithm import RolloutCorrectionSpec
+from rlctl.spec.algorithm import ActorSpec, RolloutCorrectionSpec
 from rlctl.spec.resolve import correction_rules
 from rlctl.train.settings import UpdateSettings
 from rlctl.train.update import update
@@ -208,18 +208,24 @@ def settings_of(
     numbers: dict[str, object] | None = None,
     **terms: object,
 ) -> UpdateSettings:
-    """`numbers` are the loss's own, `terms` the entropy bonus and the KL loss."""
+    """`numbers` are the loss's own, `terms` further keys of `actor`, or settings."""
+    own = {name: terms.pop(name) for name in ActorSpec.model_fields.keys() & terms.keys()}
+    actor = ActorSpec(
+        loss_agg_mode=agg_mode,
+        ppo_epochs=epochs,
+        ppo_micro_batch_size_per_gpu=micro_sequences,
+        use_kl_loss="kl_loss_type" in own,
+        **own,
+    )
     spec = RolloutCorrectionSpec.model_validate(BYPASS | REINFORCE | {"rollout_is": "sequence"} | correction)
     return UpdateSettings(
+        actor=actor,
         rules=correction_rules(spec),
         bypass=spec.bypass_mode,
         loss=loss_rule(spec.loss_type, **{"clip_low": 0.2, "clip_high": 0.3, **(numbers or {})}),
-        agg_mode=agg_mode,
         horizon=HORIZON,
-        ppo_epochs=epochs,
         mini_groups=mini_rows,
         num_minis=ROWS // mini_rows,
-        micro_sequences=micro_sequences,
         max_nonfinite_fraction=max_nonfinite_fraction,
         centers_scores=spec.score_centering is not None,
         **terms,
@@ -299,7 +305,7 @@ def one_update(ranks: Ranks, name: str, micro: Micro, stage: int = 0, dtype: tor
     share = mini // ranks.world_size
     mine = [
         start + ranks.rank * share + i for start in range(0, ROWS, mini) for i in range(share)
-    ]  # as `rank_positions` deals out prompts
+    ]  # as `places_of` deals out prompts
     actor = DeepSpeedEngine(
         tiny_model(),
         ranks,

@@ -12,8 +12,7 @@ from pathlib import Path
 import pytest
 import yaml
 
-from rlctl.cli.diagnose import DiagnosisFormat
-from rlctl.cli.diagnose import replay as command
+from rlctl.cli.diagnose_questions import ask
 from rlctl.errors import UsageError
 from rlctl.spec.algorithm import RolloutCorrectionSpec
 from rlctl.spec.load import dump_spec, load_spec
@@ -203,8 +202,8 @@ def printed(
     for name, value in {"FORCE_COLOR": "1", "TERM": "dumb", "COLUMNS": "80"}.items():
         monkeypatch.setenv(name, value)
 
-    def run(output_format: DiagnosisFormat) -> str:
-        command([Path("some/run")], output_format, None)
+    def run(output_format: str) -> str:
+        ask("--what-if", [Path("some/run")], output_format, None)
         return capsys.readouterr().out
 
     return run
@@ -235,16 +234,16 @@ def test_text(found: Tradeoff, printed: Callable[..., str]) -> None:
 
 
 def test_what_a_replay_does_not_write_is_said(tmp_path: Path, printed: Callable[..., str]) -> None:
-    with pytest.raises(UsageError, match="text, json or html"):
-        printed("markdown")
+    with pytest.raises(UsageError, match="--what-if writes text or json"):
+        printed("html")
     with pytest.raises(UsageError, match="no such directory"):
-        command([tmp_path], "text", tmp_path / "nowhere" / "out.txt")
+        ask("--what-if", [tmp_path], "text", tmp_path / "nowhere" / "out.txt")
 
 
 def test_a_file_is_written(found: Tradeoff, tmp_path: Path, printed: Callable[..., str]) -> None:
-    for output_format in ("text", "json", "html"):
+    for output_format in ("text", "json"):
         out = tmp_path / output_format
-        command([tmp_path], output_format, out)
+        ask("--what-if", [tmp_path], output_format, out)
         assert found.outcomes[0].setting.name in out.read_text()
 
 

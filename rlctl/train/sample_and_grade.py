@@ -21,7 +21,7 @@ from rlctl.reward.protocol import Graded, RewardResult
 from rlctl.rollout.protocol import Sampling, sampling_of, step_seed
 from rlctl.train.run import is_sync_due
 from rlctl.train.step_metrics import StepTimer, refuse_ungraded
-from rlctl.train.stream import PromptDraws, placed
+from rlctl.train.stream import PromptDraws, placed, places_of
 
 if TYPE_CHECKING:
     from rlctl.batch import Group
@@ -54,6 +54,24 @@ def sample_and_grade(run: Run, step: int, timer: StepTimer) -> Graded:
     if counts:
         counts = dict(zip(counts, run.ranks.sum([*counts.values()]), strict=True))
     return Graded(groups, rewards, baseline, counts)
+
+
+def sample_groups(run: Run, step: int, index: int) -> list[Group]:
+    """Samples this rank's groups of a step, of `rollout.n` episodes each; in flight only that at `index`.
+
+    The `group_id` of a task is its index in the whole batch.
+    """
+    spec, prompts, places = run.spec, run.train_prompts, places_of(run.spec, run.ranks)
+    seed, size = spec.trainer.seed, spec.data.train_batch_size
+    rows = prompts.batch_indices(step - 1, size, seed=seed, shuffle=spec.data.shuffle)
+    places = places[index : index + 1] if spec.rollout.in_flight else places
+    tasks = prompts.tasks([rows[place] for place in places], places)
+    rollout = run.sampling_ahead if spec.rollout.max_staleness else run.rollout
+    sampling = sampling_of(spec)
+    groups = run.episodes.groups(rollout, tasks, spec.rollout.n, sampling, step_seed(seed, step))
+    if spec.environment.has_episodes:  # ranks make different numbers of requests
+        rollout.finish()
+    return groups
 
 
 def greedy_baseline(run: Run, step: int, groups: list[Group], timer: StepTimer) -> RewardResult | None:

@@ -28,10 +28,11 @@ from rlctl.track.tracker import Tracker, build_tracker
 from rlctl.train.models import build_models
 from rlctl.train.preflight import check_rows, num_batches
 from rlctl.train.run import Run, is_sync_due
+from rlctl.train.sample_and_grade import sample_groups
 from rlctl.train.saving import past_metrics, restore
 from rlctl.train.score_batch import kl_controller
 from rlctl.train.stop import StopRequest, Watchdog
-from rlctl.train.stream import PromptDraws, RolloutStream, places_of, sample_groups
+from rlctl.train.stream import PromptDraws, RolloutStream, places_of
 from rlctl.train.sync import check_first_sync
 
 

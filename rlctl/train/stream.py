@@ -12,7 +12,6 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import FIRST_COMPLETED, Executor, Future, wait
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import torch
 
@@ -21,33 +20,11 @@ from rlctl.batch import Episode, Group, Task, TokenLists
 from rlctl.batch import Sequence as TokenSequence
 from rlctl.engine.ranks import Ranks
 from rlctl.errors import RunFailure, first_line
-from rlctl.rollout.protocol import sampling_of, step_seed
 from rlctl.spec.run_spec import RunSpec
-
-if TYPE_CHECKING:
-    from rlctl.train.run import Run
 
 _STATE = "rollouts_rank_{rank:05d}.pt"
 #: What a group consists of, besides tensors and plain data.
 _RECORDS = (Episode, Task, TokenSequence, TokenLists)
-
-
-def sample_groups(run: Run, step: int, index: int) -> list[Group]:
-    """Samples this rank's groups of a step, of `rollout.n` episodes each; in flight only that at `index`.
-
-    The `group_id` of a task is its index in the whole batch.
-    """
-    spec, prompts, places = run.spec, run.train_prompts, places_of(run.spec, run.ranks)
-    seed, size = spec.trainer.seed, spec.data.train_batch_size
-    rows = prompts.batch_indices(step - 1, size, seed=seed, shuffle=spec.data.shuffle)
-    places = places[index : index + 1] if spec.rollout.in_flight else places
-    tasks = prompts.tasks([rows[place] for place in places], places)
-    rollout = run.sampling_ahead if spec.rollout.max_staleness else run.rollout
-    sampling = sampling_of(spec)
-    groups = run.episodes.groups(rollout, tasks, spec.rollout.n, sampling, step_seed(seed, step))
-    if spec.environment.has_episodes:  # ranks make different numbers of requests
-        rollout.finish()
-    return groups
 
 
 def places_of(spec: RunSpec, ranks: Ranks) -> list[int]:

@@ -250,11 +250,10 @@ def export(model: Any, weights: Iterator[tuple[str, Tensor]], ranks: Ranks, dire
         model.save_pretrained(part, state_dict=own)
         del model.should_save_on_this_rank
         model.generation_config = generation
-    files: Iterator[tuple[Path, Any]] = (
-        (path, safe_open(path, "pt")) for path in sorted(part.glob("*.safetensors"))
+    opened: Any = safe_open
+    everyones = ranks.exchange(
+        [(p, list(opened(p, "pt").keys())) for p in sorted(part.glob("*.safetensors"))]
     )
-    saved = [(path, list(file.keys())) for path, file in files]
-    everyones = ranks.exchange(saved)
     if ranks.is_main:
         _join_parts(part, everyones, {"total_size": sum(sizes)}, directory)
         model.generation_config.to_json_file(directory / "generation_config.json")

@@ -191,24 +191,17 @@ def chosen_environment(own: EnvironmentSpec, name: str | None) -> EnvironmentSpe
     """The environment in which episodes are sampled.
 
     Args:
-        own: that of the run; its limits stay.
+        own: that of the run.
         name: an environment, `file.py:Class`, or a YAML file with the section `environment`, to use instead.
 
     Raises:
-        UsageError: there is no such environment.
-        SpecError: the YAML file is not a valid spec.
+        SpecError: there is no such environment, or the YAML file is not a valid spec.
     """
     if name is None:
         return own
-    if name.endswith((".yaml", ".yml")):
-        return load_spec(files=[Path(name)], left_open=LEFT_TO_THE_USER).spec.environment
-    params = own.params if absolute_name(name) == absolute_name(own.name) else {}
-    try:
-        values = {"name": absolute_name(name), "params": params, "others": []}
-        return EnvironmentSpec.model_validate(own.model_dump() | values)
-    except ValidationError as error:
-        reason = error.errors()[0]["msg"].removeprefix("Value error, ")
-        raise UsageError(f"no such environment: {name}", where="--environment", fix=reason) from error
+    is_file = name.endswith((".yaml", ".yml"))
+    files, overrides = ([Path(name)], []) if is_file else ([], [f"environment.name={absolute_name(name)}"])
+    return load_spec(files=files, overrides=overrides, left_open=LEFT_TO_THE_USER).spec.environment
 
 
 def chosen_reward(own: RewardSpec, name: str | None) -> RewardSpec:

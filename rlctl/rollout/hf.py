@@ -104,6 +104,7 @@ class HFRollout:
         """See `RolloutEngine.close`."""
         del self._model, self._weights
 
+    @torch.no_grad()
     def _sample(self, requests: Sequence[Request], sampling: Sampling, policy_version: int) -> list[Turn]:
         """Samples the turns of one chunk."""
         longest = max(request.limit(sampling) for request in requests)
@@ -124,7 +125,8 @@ class HFRollout:
         body = body_of(self._model)
         routing = Routing(Mixture.of(body, REPLAY)) if sampling.with_experts else None
         with routing or contextlib.nullcontext():
-            prefix = self._prefix(prompt_ids[:, :shared], prompt_mask[:, :shared])
+            first, is_read = prompt_ids[:, :shared], prompt_mask[:, :shared]
+            prefix = shared_prefix(body, first, is_read, (is_read.cumsum(1) - 1).clamp_(min=0))
             self._model.generate(
                 prompt_ids,
                 attention_mask=prompt_mask.long(),
@@ -142,12 +144,6 @@ class HFRollout:
         starts, ends = (~prompt_mask).sum(1).tolist(), [count + len(turn.token_ids) - 1 for turn in turns]
         spans = zip(turns, experts, starts, ends, strict=True)
         return [replace(turn, experts=row[start:end].clone()) for turn, row, start, end in spans]
-
-    @torch.no_grad()
-    def _prefix(self, ids: Tensor, mask: Tensor) -> Any:
-        """Cache of the first columns (B, C), continued by `generate`; None: nothing is shared."""
-        positions = (mask.cumsum(dim=1) - 1).clamp_(min=0)
-        return shared_prefix(body_of(self._model), ids, mask, positions) if ids.shape[1] else None
 
 
 def into_precision(model: nn.Module, dtype: RolloutDtype) -> None:

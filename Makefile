@@ -135,16 +135,16 @@ contracts: setup-dev  ## Fetch the lowest allowed versions and vLLM's CUDA build
 	$(BIN)/python -m tests.contracts
 	$(BIN)/python -m pytest -q -rs tests/unit/test_contracts.py
 
-system:  ## Install Chromium, sshd, pdsh and Slurm for the tests, if possible without a prompt
+system:  ## Install Chromium and Slurm for the tests, if possible without a prompt
 	@get() { \
 	  test "$$(id -u)" = 0 && command -v apt-get >/dev/null && apt-get update -qq \
 	  && RUNLEVEL=1 DEBIAN_FRONTEND=noninteractive apt-get install -y -qq --no-install-recommends "$$@" >/dev/null; \
 	}; \
 	command -v chromium >/dev/null || command -v google-chrome >/dev/null || get chromium \
 	|| echo "no Chromium: the tests of HTML pages will be skipped"; \
-	PATH="$$PATH:/usr/sbin"; { command -v sshd && command -v pdsh && command -v slurmctld; } >/dev/null \
-	|| { test ! -d /run/systemd/system && get openssh-server pdsh munge slurmctld slurmd slurm-client; } \
-	|| echo "no sshd, pdsh and Slurm: the tests that start nodes by them will be skipped"
+	PATH="$$PATH:/usr/sbin"; command -v slurmctld >/dev/null \
+	|| { test ! -d /run/systemd/system && get munge slurmctld slurmd slurm-client; } \
+	|| echo "no Slurm: the tests that start nodes by it will be skipped"
 
 bench: setup-dev  ## Compare speed and memory with verl and TRL (see docs/explanation/benchmarks.md)
 	$(BIN)/python benchmarks/startup.py

@@ -30,7 +30,7 @@ KINDS: dict[str, dict[str, tuple[str, ...]]] = {
         "integration/test_guardrails.py": ("test_what_was_done_is_logged_and_summed_up",),
         "integration/test_resume_on_other_ranks.py": (),
     },
-    "several nodes: torchrun, DeepSpeed over ssh, Slurm, Ray, Kubernetes": {
+    "several nodes: torchrun, Slurm, Ray, Kubernetes": {
         "integration/test_nodes.py": ("test_torchrun", "test_a_run_directory_must_be_named"),
         "unit/engine/test_launch.py": (
             "test_a_rank_that_is_still_starting_when_its_launcher_is_killed_does_not_begin",

@@ -201,6 +201,7 @@ class EvaluateOptions(TypedDict, total=False):
     limit: int | None
     seed: int
     reward: str | None
+    environment: str | None
     engine: str | None
     fresh: bool
     out: Path | None

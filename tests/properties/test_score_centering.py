@@ -285,5 +285,5 @@ def test_an_engine_that_lists_nothing_is_refused(tmp_path) -> None:
 
 def test_correct_says_that_it_does_not_center() -> None:
     given = (torch.zeros(2, 3), torch.zeros(2, 3), torch.ones(2, 3, dtype=torch.bool))
-    with pytest.raises(UsageError, match="term of the loss"):
+    with pytest.raises(UsageError, match="score_centering: has no effect on weights and rejection"):
         rlctl.correct(*given, rollout_is=None, score_centering=4)

@@ -195,7 +195,8 @@ def test_overlong_prompts_are_counted(run_dir, tmp_path):
     assert found.scores[0].num_questions == 1
 
 
-def test_a_model_is_evaluated_in_an_environment_that_is_named(task, tmp_path):
+def test_a_model_is_evaluated_in_an_environment_that_is_named(task, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)  # where evaluations of a model without a run go
     file, section = tmp_path / "games.py", tmp_path / "section.yaml"
     game = "class {}:\n    def reset(self): pass\n    def get_reward(self): return {}\n"
     file.write_text(game.format("One", 0.25) + game.format("Other", 0.75))

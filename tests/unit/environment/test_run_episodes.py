@@ -11,6 +11,7 @@ import pytest
 import torch
 
 from rlctl.batch import Episode, Task, Turn
+from rlctl.environment import run_episodes as run_module
 from rlctl.environment.protocol import EnvironmentFault, LimitReached, Outcome, Sampler
 from rlctl.environment.run_episodes import run_episodes
 from rlctl.errors import RunFailure
@@ -114,6 +115,25 @@ def test_in_lockstep_batches_do_not_depend_on_who_is_faster(concurrency: int) ->
     if concurrency == 256:
         assert [len(batch) for batch in first] == [12, 8, 4, 2]
     assert max(map(len, first)) <= concurrency
+
+
+@pytest.mark.parametrize("waits", [True, False])
+def test_a_batch_waits_for_turns_that_are_about_to_come(waits: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A batch takes as long for one turn as for all."""
+    monkeypatch.setattr(run_module, "_PATIENCE", 100.0 if waits else 0.0)
+
+    async def play(task: Task, sampler: Sampler) -> Outcome:
+        context = [1, 2]
+        for turn in range(2):
+            for _ in range(20 * ((task.group_id + turn) % 3)):  # environments of unlike speed
+                await asyncio.sleep(0)
+            context = await speak(sampler, 1, context)
+        return Outcome("")
+
+    engine = Engine()
+    episodes_of(play, groups=3, engine=engine)
+    found = [len(call) for call in engine.calls]
+    assert found == [6, 6] if waits else found[0] < 6
 
 
 def test_without_lockstep_a_slow_episode_does_not_hold_the_others() -> None:

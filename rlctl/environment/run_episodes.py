@@ -94,11 +94,15 @@ class Conductor:
             if not self._waiting or (self._spec.lockstep and not all_wait):
                 continue
             deadline = time.perf_counter() + _PATIENCE * self._batch_s
-            while not is_concurrent(self._engine) and not self._all_wait():
+            while self._waiting and not (all_wait or is_concurrent(self._engine)):
                 try:
                     await asyncio.wait_for(self._changed.wait(), deadline - time.perf_counter())
                 except TimeoutError:
                     break
+                all_wait = self._all_wait()
+            self._all_wait()  # a turn that was given up changes nothing else
+            if not self._waiting:
+                continue
             batch, self._waiting = sorted(self._waiting, key=lambda one: one.key), []
             if is_concurrent(self._engine):
                 self._sampling_now.update(asyncio.create_task(self._sample([one])) for one in batch)

@@ -136,6 +136,32 @@ def test_a_batch_waits_for_turns_that_are_about_to_come(waits: bool, monkeypatch
     assert found == [6, 6] if waits else found[0] < 6
 
 
+def test_a_turn_that_is_given_up_while_its_batch_waits_is_not_sampled(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """As when the client of an agent runs out of patience first: there may be nothing left to sample."""
+    monkeypatch.setattr(run_module, "_PATIENCE", 0.2)
+    given_up = asyncio.Event()
+
+    async def play(task: Task, sampler: Sampler) -> Outcome:
+        if task.group_id == 0:
+            with pytest.raises(asyncio.TimeoutError):
+                await asyncio.wait_for(sampler.sample([1, 2]), 0.05)
+            await asyncio.sleep(0.3)  # the batch's patience ends with no turn
+            given_up.set()
+        elif task.group_id == 1:
+            await asyncio.sleep(0.1)
+            raise EnvironmentFault("refused")  # the engine looks at who waits: nobody
+        await given_up.wait()
+        await speak(sampler, 1)
+        return Outcome("")
+
+    engine = Engine()
+    found = episodes_of(play, groups=3, n=1, engine=engine)
+    assert [e.error for e in found] == ["", "refused", ""]
+    assert all(engine.calls)
+
+
 def test_without_lockstep_a_slow_episode_does_not_hold_the_others() -> None:
     others_done = threading.Event()
 

@@ -81,6 +81,15 @@ def has_keys_only(cache: Any) -> bool:
     return isinstance(cache, DynamicCache) and all(type(layer) in plain for layer in cache.layers)
 
 
+def equal_beginnings(rows: Tensor) -> Tensor:
+    """(B − 1, P) bool: the first tokens that each row but the first shares with the row before.
+
+    Args:
+        rows: (B, P) token ids, padded on the right with −1.
+    """
+    return ((rows[1:] == rows[:-1]) & (rows[1:] >= 0)).long().cumprod(1).bool()
+
+
 def shortest_window(config: Any) -> int:
     """Shortest attention window of all layers, in tokens."""
     names = ("sliding_window", "attention_chunk_size")

@@ -38,6 +38,7 @@ from rlctl.prefix import (
     UNSUPPORTED,
     body_of,
     can_share_prefix,
+    equal_beginnings,
     evaluating,
     has_keys_only,
     shared_prefix,
@@ -109,12 +110,11 @@ def _tokens_read(inputs: ModelInputs) -> _Tokens:
     reads = sequences.max(scored * sequences.places).clamp(min=0).long()
     is_read = sequences.places < sequences.spread(reads)
     ids, found = ids[is_read], Segments(reads[reads > 0])
-    rows = found.padded(ids, -1)
-    equal = (rows[1:] == rows[:-1]) & (rows[1:] >= 0)
+    equal = equal_beginnings(found.padded(ids, -1))
     experts = None if inputs.experts is None else inputs.experts.cpu()[is_read]
     if experts is not None:
         at = found.padded(torch.arange(len(ids)), 0)
-        one, place = (equal.long().cumprod(1) > 0).nonzero(as_tuple=True)
+        one, place = equal.nonzero(as_tuple=True)
         pair = experts[at[one, place]], experts[at[one + 1, place]]
         equal[one, place] = (pair[0] == pair[1]).flatten(1).all(1)
     common = [0, *equal.long().cumprod(1).sum(1).tolist()]

@@ -106,7 +106,7 @@ def check_request(request: EvaluateRequest) -> Plan:
     if request.out:
         check_vacant(request.out)
     chosen_reward(RewardSpec(), request.reward)
-    chosen_environment(EnvironmentSpec(), request.environment)
+    named = chosen_environment(request.environment)
     target = find_target(request.model_or_run, request.data)
     questions = load_questions(
         request.data or target.data_files,
@@ -124,8 +124,7 @@ def check_request(request: EvaluateRequest) -> Plan:
         questions = replace(questions, rows=first)
     own = RewardSpec() if target.spec is None or questions.benchmarks else target.spec.reward
     reward = chosen_reward(own, request.reward)
-    around = EnvironmentSpec() if target.spec is None else target.spec.environment
-    environment = chosen_environment(around, request.environment)
+    environment = named or (EnvironmentSpec() if target.spec is None else target.spec.environment)
     lengths(request, target, _context_in(config_directory(target.model_path)))
     engine = chosen_engine(target.spec, request.engine, "--engine")
     return Plan(request, ks, target, engine, reward, environment, questions)
@@ -187,18 +186,17 @@ def checked_ks(ks: Sequence[int] | None, n: int) -> list[int]:
     return sorted(set(ks))
 
 
-def chosen_environment(own: EnvironmentSpec, name: str | None) -> EnvironmentSpec:
-    """The environment in which episodes are sampled.
+def chosen_environment(name: str | None) -> EnvironmentSpec | None:
+    """The environment that is named for the episodes; None: the run's.
 
     Args:
-        own: that of the run.
-        name: an environment, `file.py:Class`, or a YAML file with the section `environment`, to use instead.
+        name: an environment, `file.py:Class`, or a YAML file with the section `environment`.
 
     Raises:
         SpecError: there is no such environment, or the YAML file is not a valid spec.
     """
     if name is None:
-        return own
+        return None
     is_file = name.endswith((".yaml", ".yml"))
     files, overrides = ([Path(name)], []) if is_file else ([], [f"environment.name={absolute_name(name)}"])
     return load_spec(files=files, overrides=overrides, left_open=LEFT_TO_THE_USER).spec.environment

@@ -29,7 +29,7 @@ from transformers import (
 
 from rlctl.algos.segments import Segments
 from rlctl.batch import TokenLists, Turn
-from rlctl.prefix import body_of, can_share_prefix, shared_prefix, shortest_window
+from rlctl.prefix import body_of, can_share_prefix, equal_beginnings, shared_prefix, shortest_window
 from rlctl.rollout.ends import end_ids
 from rlctl.rollout.protocol import ExpectedWeights, Policy, Request, Sampling, synced
 from rlctl.routing import REPLAY, Mixture, Routing
@@ -193,8 +193,7 @@ def _in_columns(
     lengths = torch.tensor([len(row) for row in rows])
     flat, ids = Segments(lengths), torch.cat([torch.as_tensor(row, dtype=torch.int64) for row in rows])
     cost, width, cuts = len(rows) * int(lengths.max()), 0, torch.zeros_like(lengths)
-    padded = flat.padded(ids, -1)
-    common = ((padded[1:] == padded[:-1]) & (padded[1:] >= 0)).long().cumprod(1).sum(1)
+    common = equal_beginnings(flat.padded(ids, -1)).sum(1)
     # with the row before; every row goes on with a token of its own
     common = functional.pad(common, (1, 0)).minimum(lengths - 1).minimum(lengths.roll(1) - 1)
     for least in sorted({*common.tolist()} - {0}) if shares else ():

@@ -97,7 +97,7 @@ def sampled(engine: VLLMServerRollout, versions: list[int]) -> list[Turn]:
             for seed in range(COUNT)
         ]
         for version in versions[1:]:
-            time.sleep(0.1)
+            time.sleep(0.05)
             send(engine, version)
         return [turn for one in turns for turn in one.result()]
 
@@ -159,6 +159,8 @@ def test_a_server_that_is_killed_while_it_samples_loses_no_request(
         for child in psutil.Process(os.getpid()).children(recursive=True)
         if "rlctl.rollout.server_process" in child.cmdline() and "--port" in child.cmdline()
     ][:1]
+    # A paused engine ends no request, on however fast a machine; a server that was restarted is not paused.
+    rollout._loop.run(rollout._everywhere(rollout._pause, 60.0))
     with ThreadPoolExecutor(COUNT) as threads:
         requests = [Request(PROMPT, seed=seed, max_tokens=LENGTH) for seed in range(COUNT)]
         turns = [threads.submit(rollout.sample_in_flight, [request], SAMPLING) for request in requests]

@@ -40,12 +40,11 @@ def train_batch(spec: RunSpec, ranks: Ranks, graded: Graded, policy_version: int
         policy_version: number of optimizer updates in the trained policy.
     """
     rollout, limit = spec.rollout, spec.rollout.max_age_updates
-    episodes = graded.episodes
-    ages = ages_of(episodes, policy_version)
+    ages = ages_of(graded.episodes, policy_version)
     is_older = ages > (math.inf if limit is None else limit)
     drops, down_weights = (rollout.beyond_max_age == choice for choice in ("drop", "down_weight"))
     chosen = (graded.valid & ~(is_older & drops)).nonzero().squeeze(1).tolist()
-    batch = TokenBatch.of([episodes[place] for place in chosen], ranks.device)
+    batch = TokenBatch.of([graded.episodes[place] for place in chosen], ranks.device)
     if limit is not None and down_weights:
         factors = torch.where(is_older, (1 + limit) / (1 + ages), 1.0)[chosen].to(batch.prompt_weights)
         batch = replace(batch, prompt_weights=batch.prompt_weights * factors)

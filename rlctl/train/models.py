@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import copy
-from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -17,7 +16,7 @@ from rlctl.engine.lora import BasePolicy, OffloadedBase, add_lora, load_adapter
 from rlctl.engine.model import load_other_model, load_policy
 from rlctl.engine.protocol import CriticEngine, ReferencePolicy, Teacher, TrainEngine
 from rlctl.engine.ranks import Ranks
-from rlctl.engine.sequence_parallel import SequenceParallel, share_rows
+from rlctl.engine.sequence_parallel import share_rows
 from rlctl.engine.served_teacher import ServedTeacher
 from rlctl.errors import UsageError
 from rlctl.prefix import body_of
@@ -90,39 +89,42 @@ def build_models(
 
     def load_other(path: str | None, key: str, settings: Settings) -> Any:
         """Loads another model from `path`; None: from the policy's path."""
-        partition = PartitionedLoading(settings) if partitions else None
+        loading = _loading(spec) | {"partition": PartitionedLoading(settings) if partitions else None}
         revision = spec.model.revision if path in {None, spec.model.path} else None
-        where = path or model_path
-        other = load_other_model(
-            where, tokenizer, key=key, revision=revision, partition=partition, **_loading(spec)
-        )
+        other = load_other_model(path or model_path, tokenizer, key=key, revision=revision, **loading)
         _refuse_unfit(other, spec)
         return other
 
     def frozen(path: str | None, key: str) -> Teacher:
-        return _frozen(spec, load_other(path, key, frozen_settings(dtype)), ranks, sequence)
+        other, temperature = load_other(path, key, frozen_settings(dtype)), spec.rollout.temperature
+        if spec.engine.name == "fsdp":
+            from rlctl.engine.fsdp import FsdpReference
+
+            return FsdpReference(other, ranks, dtype=dtype, temperature=temperature)
+        stage = spec.engine.zero_stage
+        return FrozenPolicy(
+            other, ranks, zero_stage=stage, dtype=dtype, temperature=temperature, sequence=sequence
+        )
 
     ref: ReferencePolicy | None = None
     # With LoRA, the base model without adapters is the initial policy: no second copy is needed.
     if spec.needs_reference and (spec.ref.path or not spec.model.lora_rank):
         ref = frozen(spec.ref.path, "ref.path")
-    teacher = _teacher(spec, tokenizer, ranks, frozen)
+    teacher: Teacher | None = None
+    if (path := spec.algorithm.teacher.path) and spec.algorithm.teacher.is_served:
+        teacher = ServedTeacher(path, tokenizer, ranks.device, max_length=spec.max_length)
+    elif path:
+        teacher = frozen(path, "algorithm.teacher.path")
     critic = None
     if spec.trains_critic:
         critics = _training(spec, spec.critic)
         critic_model = load_other(spec.critic.path, "critic.path", critics)
         critic = build_training_engine(spec.engine.name, TrainContext(critic_model, ranks, critics))
     if spec.model.lora_rank:
-        add_lora(
-            model,
-            rank=spec.model.lora_rank,
-            alpha=spec.model.lora_alpha,
-            target_modules=spec.model.target_modules,
-        )
+        add_lora(model, spec.model.lora_rank, spec.model.lora_alpha, spec.model.target_modules)
         if spec.model.lora_adapter_path:
             load_adapter(model, spec.model)
-    training = _training(spec, spec.actor)
-    training["sequence"] = sequence
+    training = _training(spec, spec.actor) | {"sequence": sequence}
     context = TrainContext(model, ranks, training, temperature=spec.rollout.temperature)
     actor = build_training_engine(spec.engine.name, context)
     base = BasePolicy(actor, model) if spec.model.lora_rank else None
@@ -133,31 +135,14 @@ def build_models(
     trainers = LockedRollout(rollout, lock, first=True, offloadable=offloadable)
     in_flight = spec.rollout.in_flight
     ahead = InFlightRollout(rollout) if in_flight else LockedRollout(rollout, lock, first=False)
-    notes = _endless(tokenizer, end_ids(tokenizer, model.generation_config))
+    notes = []
+    if token := unknown_end(tokenizer, end_ids(tokenizer, model.generation_config)):
+        notes.append(
+            f"warning: the chat template ends a reply with {token}, which is not a stop token: responses may "
+            "run to data.max_response_length. Name it in tokenizer_config.json (eos_token) or "
+            "generation_config.json (eos_token_id)"
+        )
     return Models(tokenizer, trainers, ahead, actor, base, ref, teacher, critic, data_ranks, notes)
-
-
-def _teacher(
-    spec: RunSpec, tokenizer: Any, ranks: Ranks, frozen: Callable[[str, str], Teacher]
-) -> Teacher | None:
-    teacher = spec.algorithm.teacher
-    if teacher.path is None:
-        return None
-    if teacher.is_served:
-        return ServedTeacher(teacher.path, tokenizer, ranks.device, max_length=spec.max_length)
-    return frozen(teacher.path, "algorithm.teacher.path")
-
-
-def _frozen(spec: RunSpec, model: Any, ranks: Ranks, sequence: SequenceParallel | None) -> Teacher:
-    dtype, temperature = DTYPES[spec.engine.dtype], spec.rollout.temperature
-    if spec.engine.name == "fsdp":
-        from rlctl.engine.fsdp import FsdpReference
-
-        return FsdpReference(model, ranks, dtype=dtype, temperature=temperature)
-    stage = spec.engine.zero_stage
-    return FrozenPolicy(
-        model, ranks, zero_stage=stage, dtype=dtype, temperature=temperature, sequence=sequence
-    )
 
 
 def _rounded(model: Any, spec: RunSpec) -> Any:
@@ -167,16 +152,6 @@ def _rounded(model: Any, spec: RunSpec) -> Any:
     rounded = copy.deepcopy(model)
     into_precision(rounded, spec.engine.dtype)
     return rounded
-
-
-def _endless(tokenizer: Any, ends: list[int]) -> list[str]:
-    if not (token := unknown_end(tokenizer, ends)):
-        return []
-    return [
-        f"warning: the chat template ends a reply with {token}, which is not a stop token: responses may run "
-        "to data.max_response_length. Name it in tokenizer_config.json (eos_token) or "
-        "generation_config.json (eos_token_id)"
-    ]
 
 
 def _training(spec: RunSpec, of: ActorSpec | CriticSpec) -> Settings:

@@ -1,4 +1,4 @@
-"""Checks before a run starts or continues: files, disk space, trackers; changed settings and inputs.
+"""Before a run starts or continues: checks of files, disk space, trackers, changed settings and inputs; sources.
 
 Neither torch nor pyarrow is imported before the files are checked: errors appear within a second.
 """
@@ -225,6 +225,25 @@ def masked_values(spec: RunSpec) -> list[Problem]:
     what, fix = "this value is masked, because its key or form is that of a secret", "give it again"
     values = flat(spec.model_dump(mode="json"))
     return [Problem("error", key, what, fix) for key, value in values.items() if is_masked(value)]
+
+
+def local_sources(
+    spec: RunSpec, note: Callable[[str], None] | None = None
+) -> tuple[str, list[str], list[str]]:
+    """Model directory, training files, validation files; downloads or builds what is missing.
+
+    Raises:
+        UsageError, EnvironmentFailure, RunFailure: a source cannot be had, or the cache cannot be written.
+    """
+    from rlctl.prepare.hub import local_files
+    from rlctl.tiny.game import embedded_task
+
+    train_files = local_files(spec.data.train_files, split="train")
+    val_files = local_files(spec.data.val_files, split="test")
+    if not spec.is_embedded:
+        return model_directory(spec.model.path), train_files, val_files
+    task = embedded_task(spec, note)
+    return str(task.model_dir), train_files or [str(task.train_file)], val_files or [str(task.val_file)]
 
 
 # --- a run that continues ---------------------------------------------------------------------------

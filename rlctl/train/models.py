@@ -16,7 +16,7 @@ from rlctl.engine.lora import BasePolicy, OffloadedBase, add_lora, load_adapter
 from rlctl.engine.model import load_other_model, load_policy
 from rlctl.engine.protocol import CriticEngine, ReferencePolicy, Teacher, TrainEngine
 from rlctl.engine.ranks import Ranks
-from rlctl.engine.sequence_parallel import share_rows
+from rlctl.engine.sequence_parallel import SequenceParallel, share_rows
 from rlctl.engine.served_teacher import ServedTeacher
 from rlctl.errors import UsageError
 from rlctl.prefix import body_of
@@ -96,15 +96,7 @@ def build_models(
         return other
 
     def frozen(path: str | None, key: str) -> Teacher:
-        other, temperature = load_other(path, key, frozen_settings(dtype)), spec.rollout.temperature
-        if spec.engine.name == "fsdp":
-            from rlctl.engine.fsdp import FsdpReference
-
-            return FsdpReference(other, ranks, dtype=dtype, temperature=temperature)
-        stage = spec.engine.zero_stage
-        return FrozenPolicy(
-            other, ranks, zero_stage=stage, dtype=dtype, temperature=temperature, sequence=sequence
-        )
+        return _frozen(spec, load_other(path, key, frozen_settings(dtype)), ranks, sequence)
 
     ref: ReferencePolicy | None = None
     # With LoRA, the base model without adapters is the initial policy: no second copy is needed.
@@ -133,16 +125,21 @@ def build_models(
     lock = EngineLock()
     offloadable = OffloadedBase(model) if spec.engine.offload_base else None
     trainers = LockedRollout(rollout, lock, first=True, offloadable=offloadable)
-    in_flight = spec.rollout.in_flight
-    ahead = InFlightRollout(rollout) if in_flight else LockedRollout(rollout, lock, first=False)
-    notes = []
-    if token := unknown_end(tokenizer, end_ids(tokenizer, model.generation_config)):
-        notes.append(
-            f"warning: the chat template ends a reply with {token}, which is not a stop token: responses may "
-            "run to data.max_response_length. Name it in tokenizer_config.json (eos_token) or "
-            "generation_config.json (eos_token_id)"
-        )
+    ahead = InFlightRollout(rollout) if spec.rollout.in_flight else LockedRollout(rollout, lock, first=False)
+    notes = _endless(tokenizer, end_ids(tokenizer, model.generation_config))
     return Models(tokenizer, trainers, ahead, actor, base, ref, teacher, critic, data_ranks, notes)
+
+
+def _frozen(spec: RunSpec, model: Any, ranks: Ranks, sequence: SequenceParallel | None) -> Teacher:
+    dtype, temperature = DTYPES[spec.engine.dtype], spec.rollout.temperature
+    if spec.engine.name == "fsdp":
+        from rlctl.engine.fsdp import FsdpReference
+
+        return FsdpReference(model, ranks, dtype=dtype, temperature=temperature)
+    stage = spec.engine.zero_stage
+    return FrozenPolicy(
+        model, ranks, zero_stage=stage, dtype=dtype, temperature=temperature, sequence=sequence
+    )
 
 
 def _rounded(model: Any, spec: RunSpec) -> Any:
@@ -152,6 +149,16 @@ def _rounded(model: Any, spec: RunSpec) -> Any:
     rounded = copy.deepcopy(model)
     into_precision(rounded, spec.engine.dtype)
     return rounded
+
+
+def _endless(tokenizer: Any, ends: list[int]) -> list[str]:
+    if not (token := unknown_end(tokenizer, ends)):
+        return []
+    return [
+        f"warning: the chat template ends a reply with {token}, which is not a stop token: responses may run "
+        "to data.max_response_length. Name it in tokenizer_config.json (eos_token) or "
+        "generation_config.json (eos_token_id)"
+    ]
 
 
 def _training(spec: RunSpec, of: ActorSpec | CriticSpec) -> Settings:

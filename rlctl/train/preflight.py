@@ -1,4 +1,4 @@
-"""Before a run starts or continues: checks of files, disk space, trackers, changed settings and inputs; sources.
+"""Before a run starts or continues: checks of files, disk, trackers, changed settings and inputs; sources.
 
 Neither torch nor pyarrow is imported before the files are checked: errors appear within a second.
 """

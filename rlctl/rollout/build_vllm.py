@@ -23,7 +23,7 @@ from rlctl.rollout.protocol import EngineContext, ExpectedWeights, sampling_of
 from rlctl.rollout.replicas import Replicas, ReplicaSettings
 from rlctl.rollout.server_access import KEY, ask
 from rlctl.rollout.server_process import RayHost, ray_hosts
-from rlctl.rollout.vllm import TrainedVLLMRollout, VLLMRollout
+from rlctl.rollout.vllm import VLLMRollout
 from rlctl.rollout.vllm_server import GENERATE, VLLMServerRollout
 from rlctl.rollout.weight_broadcast import WeightBroadcast, transfer_backend
 from rlctl.rollout.weights import PublishedWeights, VersionedDir
@@ -53,7 +53,7 @@ def build_vllm(context: EngineContext) -> VLLMRollout | VLLMServerRollout:
         raise UsageError(what, where="rollout.dtype", fix=f"write bf16; or {MERGE_LORA}")
     if rollout.mode == "server":
         return _on_servers(context)
-    return TrainedVLLMRollout(
+    return VLLMRollout(
         context.model_path,
         context.tokenizer,
         training_options(spec, reads_images=reads_more_than_text(context.model.config)),

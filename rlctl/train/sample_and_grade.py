@@ -1,35 +1,36 @@
-"""Groups of a step that this rank samples, and their grades.
+"""The groups of each step that this rank samples, and their grades; the queue of those sampled ahead.
 
-With dynamic sampling, rounds of prompts are sampled and graded until rewards differ within
-`data.train_batch_size` groups (DAPO, Yu et al. 2025, arXiv 2503.14476). Prompts are drawn in the order of the
-data, over as many epochs as needed. The groups that are used depend only on that order, not on the number of
-ranks.
+Groups are sampled ahead in the same thread or concurrently. A checkpoint contains those that wait, and the
+numbers of those that are being sampled.
 """
 
 from __future__ import annotations
 
-import math
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Sequence
+from concurrent.futures import FIRST_COMPLETED, Executor, Future, wait
+from dataclasses import replace
+from pathlib import Path
 from typing import TYPE_CHECKING
 
-import numpy as np
 import torch
 
-from rlctl.algos.estimators import has_spread
-from rlctl.errors import RunFailure
+from rlctl.batch import Episode, Group, Task, TokenLists
+from rlctl.batch import Sequence as TokenSequence
+from rlctl.engine.ranks import Ranks
+from rlctl.errors import RunFailure, first_line
 from rlctl.reward.protocol import Graded, RewardResult
 from rlctl.rollout.protocol import Sampling, sampling_of, step_seed
+from rlctl.spec.run_spec import RunSpec
+from rlctl.train.filter_groups import filtered_groups, placed
 from rlctl.train.run import is_sync_due
-from rlctl.train.step_metrics import StepTimer, refuse_ungraded
-from rlctl.train.stream import PromptDraws, placed, places_of
+from rlctl.train.step_metrics import StepTimer
 
 if TYPE_CHECKING:
-    from rlctl.batch import Group
     from rlctl.train.run import Run
 
-_KEY = "algorithm.filter_groups"
-#: Minimum of the fraction by which a later round divides the number of missing groups.
-_SMALLEST_SHARE = 0.1
+_STATE = "rollouts_rank_{rank:05d}.pt"
+#: What a group consists of, besides tensors and plain data.
+_RECORDS = (Episode, Task, TokenSequence, TokenLists)
 
 
 def sample_and_grade(run: Run, step: int, timer: StepTimer) -> Graded:
@@ -100,181 +101,135 @@ def greedy_baseline(run: Run, step: int, groups: list[Group], timer: StepTimer) 
     return replace(graded.pick(own), errors=graded.errors)
 
 
-# --- dynamic sampling -------------------------------------------------------------------------------
+def places_of(spec: RunSpec, ranks: Ranks) -> list[int]:
+    """Indices in the whole batch of the prompts that this rank samples, in its order.
 
-
-@dataclass(frozen=True, slots=True)
-class _Summary:
-    """What all ranks know of a group after a round."""
-
-    place: int  # index of its prompt in the order of drawing, within the batch
-    row: int  # of the data
-    has_spread: bool
-    mean: float  # of the graded scores
-    graded: int  # number of episodes
-    failed: int  # number of episodes that could not be graded
-    tokens: int  # sampled
-
-
-def filtered_groups(
-    run: Run, step: int, draws: PromptDraws, timer: StepTimer
-) -> tuple[list[Group], RewardResult, dict[str, float]]:
-    """The groups of a batch with spread that this rank sampled, their grades, and `filter_groups/*` metrics.
-
-    Their `group_id` is their place in the batch over all ranks, in the order of drawing; their `weight` is
-    1 / P(prompt drawn).
-
-    A group has spread if two of its graded scores differ, without the overlong penalty. After
-    `max_num_gen_batches` rounds, the batch is completed with groups without spread in the order in which they
-    were drawn.
-
-    Raises:
-        RunFailure: a whole epoch has too few groups with spread, or too many responses could not be graded.
+    Every mini-batch is divided evenly among the ranks, so that mini-batch k contains the same
+    prompts for any number of ranks.
     """
-    start, options = draws.position, run.spec.algorithm.filter_groups
-    rounds = _Rounds(run, step, draws)
-    while rounds.num_missing and not 0 < options.max_num_gen_batches <= rounds.count:
-        if len(rounds.groups) >= rounds.wanted and draws.position - start >= len(run.train_prompts):
-            found = rounds.wanted - rounds.num_missing
-            what = f"all prompts of one epoch gave {found} groups whose rewards differ"
-            raise RunFailure(
-                f"{what}; a batch takes {rounds.wanted}",
-                where=_KEY,
-                fix="use data of another difficulty, set max_num_gen_batches, or lower data.train_batch_size",
-            )
-        rounds.sample(timer)
-    for group in sorted(rounds.groups, key=lambda group: group.place):
-        if group.graded:
-            draws.note(group.row, group.mean, group.graded)
-    # `groups` lists the ranks' shares of each round in rank order, which is the order of drawing; the sort is
-    # stable.
-    used = sorted(rounds.groups, key=lambda group: not group.has_spread)[: rounds.wanted]
-    places = {drawn: place for place, drawn in enumerate(sorted(group.place for group in used))}
-    groups: list[Group] = []
-    chosen: list[int] = []
-    first = 0
-    for sampled in rounds.own:
-        if (drawn := sampled[0].task.group_id) in places:
-            groups.append(placed(sampled, places[drawn]))
-            chosen += range(first, first + len(sampled))
-        first += len(sampled)
-    graded = RewardResult.joined(rounds.graded)
-    failures = {name: getattr(graded, name) for name in ("errors", "errors_by_term", "timeouts")}
-    cost = _metrics(rounds.groups, used, rounds.count, run.spec.rollout.n, draws.position - start)
-    return groups, replace(graded.pick(chosen), **failures), cost
+    mini_batch = spec.ppo_mini_batch_size
+    share = mini_batch // ranks.world_size
+    starts = range(ranks.rank * share, spec.data.train_batch_size, mini_batch)
+    return [start + i for start in starts for i in range(share)]
 
 
-class _Rounds:
-    """The rounds of one batch.
+class RolloutStream:
+    """A queue of groups that are sampled but not yet trained on.
 
-    Attributes:
-        groups: of all ranks.
-        own: those that this rank sampled.
-        graded: per round, the grades of this rank's episodes.
+    It consists of jobs, which sample all groups of a step, or with `places` one group each. With `ahead` 0 it
+    is empty between steps; with k it holds the groups of k steps. Without an executor, those of a step were
+    sampled exactly k steps earlier, with the weights of that time; only those of the first k steps are
+    fresher. With an executor, they are sampled during training, each job's with the newest weights when its
+    sampling starts; taken in order, none is older than k steps, and which are fresher depends on timing.
+
+    A job that was being sampled when the checkpoint was written is sampled again in the resumed run, with the
+    same seeds. So every prompt is used once, however often a run was killed.
+
+    Args:
+        sample: samples the groups of a job, given by its step and its index in the step, with the rollout
+            engine's current weights.
+        ahead: maximum number of steps whose groups are sampled ahead.
+        last_step: the run's last step; nothing is sampled for later steps.
+        executor: samples in separate threads; None: in the calling thread.
+        places: a job is one group, and these are the `group_id` of this rank's groups in a batch. None: a job
+            is a step.
+        in_order: jobs are taken in their order; otherwise those that are ready first.
     """
 
-    def __init__(self, run: Run, step: int, draws: PromptDraws) -> None:
-        self._run, self._step, self._draws = run, step, draws
-        self.wanted = run.spec.data.train_batch_size
-        self.groups: list[_Summary] = []
-        self.own: list[Group] = []
-        self.graded: list[RewardResult] = []
+    def __init__(
+        self,
+        sample: Callable[[int, int], list[Group]],
+        *,
+        ahead: int,
+        last_step: int,
+        executor: Executor | None = None,
+        places: Sequence[int] | None = None,
+        in_order: bool = True,
+    ) -> None:
+        self._sample, self._executor = sample, executor
+        self._ahead, self._last_step = ahead, last_step
+        self._places, self._in_order = places, in_order
+        self._per_step = 1 if places is None else len(places)
+        self._taken = 0  # steps
+        self._next = 0  # the first job that has not been started
+        self._jobs: dict[int, Future[list[Group]]] = {}  # those that have been started and not taken
+        self._again: set[int] = set()  # those that were open in the checkpoint
+        self.num_restarted = 0  # episodes of the last batch that were open in the checkpoint
 
     @property
-    def count(self) -> int:
-        """Number of rounds so far."""
-        return len(self.graded)
+    def num_open(self) -> int:
+        """Number of jobs that are being sampled."""
+        return sum(not job.done() for job in self._jobs.values())
 
-    @property
-    def num_missing(self) -> int:
-        """Number of groups with spread that the batch still lacks."""
-        return max(self.wanted - sum(group.has_spread for group in self.groups), 0)
-
-    def sample(self, timer: StepTimer) -> None:
-        """Samples and grades one round (all ranks call this).
+    def take(self, step: int) -> list[Group]:
+        """Returns the groups of `step`, which must follow the last step taken.
 
         Raises:
-            RunFailure: too many responses could not be graded.
+            ValueError: the step is out of order.
+            RunFailure: sampling it failed.
         """
-        run, ranks = self._run, self._run.ranks
-        first = len(self.groups)
-        found = self.wanted - self.num_missing
-        share = max(found / first, _SMALLEST_SHARE) if first else 1.0
-        count = min(math.ceil(self.num_missing / share), self.wanted)
-        drawn = draw_next_prompts(run, self._draws, count)
-        mine = range(ranks.rank * count // ranks.world_size, (ranks.rank + 1) * count // ranks.world_size)
-        tasks = run.train_prompts.tasks([drawn[i][0] for i in mine], [first + i for i in mine])
-        tasks = [replace(task, weight=1.0 / drawn[i][1]) for task, i in zip(tasks, mine, strict=True)]
-        seed, n = step_seed(run.spec.trainer.seed, self._step), run.spec.rollout.n
-        with timer("gen"):  # in a small round some ranks have no prompts
-            groups = run.episodes.groups(run.rollout, tasks, n, sampling_of(run.spec), seed)
-            run.rollout.finish()
-        with timer("reward"):
-            graded = run.reward.score([episode for group in groups for episode in group])
-        summaries = [
-            _summary(group, graded.pick(range(index * n, (index + 1) * n)))
-            for index, group in enumerate(groups)
-        ]
-        self.own += groups
-        self.graded.append(graded)
-        self.groups += ranks.exchange(summaries)
-        errors = [error for result in self.graded for error in result.errors]
-        refuse_ungraded(run, sum(group.failed for group in self.groups), len(self.groups) * n, errors)
+        if step != self._taken + 1:
+            raise ValueError(f"step {step} is out of order: it follows step {self._taken}")
+        end = min(step + self._ahead, self._last_step) * self._per_step
+        for job in [*sorted(self._again - self._jobs.keys()), *range(self._next, end)]:
+            self._jobs[job] = self._start(job)
+        self._next = max(self._next, end)
+        taken = self._first_jobs()
+        self._taken, self._jobs = step, {job: f for job, f in self._jobs.items() if job not in taken}
+        self.num_restarted = sum(len(g) for job in self._again & taken.keys() for g in taken[job])
+        self._again -= taken.keys()
+        groups = [group for job in sorted(taken) for group in taken[job]]
+        return groups if self._places is None else list(map(placed, groups, self._places))
+
+    def _first_jobs(self) -> dict[int, list[Group]]:
+        """The jobs of a step and their groups; waits for them."""
+        jobs = sorted(self._jobs)
+        if self._in_order:
+            return {job: self._jobs[job].result() for job in jobs[: self._per_step]}
+        while True:
+            ready = {job: self._jobs[job].result() for job in jobs if self._jobs[job].done()}
+            if len(ready) >= self._per_step:
+                return dict(list(ready.items())[: self._per_step])
+            wait([job for job in self._jobs.values() if not job.done()], return_when=FIRST_COMPLETED)
+
+    def save(self, directory: Path, rank: int) -> None:
+        """Writes the waiting groups and the open jobs, so that a resumed run trains on the same ones."""
+        if not self._ahead:
+            return
+        ready = {job: f.result() for job, f in self._jobs.items() if f.done() and not f.exception()}
+        state = {"next": self._next, "waiting": ready, "open": sorted(self._jobs.keys() - ready)}
+        torch.save(state, directory / _STATE.format(rank=rank))
+
+    def resume(self, step: int, directory: Path, rank: int) -> None:
+        """Continues after `step`, with the groups that `save` wrote on this rank.
+
+        Raises:
+            RunFailure: they are missing or cannot be read.
+        """
+        self._taken, self._next = step, step * self._per_step
+        if not self._ahead:
+            return
+        path = directory / _STATE.format(rank=rank)
+        try:
+            with torch.serialization.safe_globals(list(_RECORDS)):
+                state = torch.load(path, weights_only=True)
+            found = {job: list(map(tuple, groups)) for job, groups in state["waiting"].items()}
+            if not all(isinstance(e, Episode) for groups in found.values() for g in groups for e in g):
+                raise ValueError("another version of rlctl wrote it")
+            self._next, self._again = state["next"], set(state["open"])
+            self._jobs = {job: _done(groups) for job, groups in found.items()}
+        except Exception as error:  # damaged files raise various errors in torch and pickle
+            what = f"the groups waiting to be trained on cannot be read: {first_line(error)}"
+            raise RunFailure(what, where=str(path)) from error
+
+    def _start(self, job: int) -> Future[list[Group]]:
+        step, index = divmod(job, self._per_step)
+        if self._executor:
+            return self._executor.submit(self._sample, step + 1, index)
+        return _done(self._sample(step + 1, index))
 
 
-def _summary(group: Group, graded: RewardResult) -> _Summary:
-    aborted = torch.tensor([episode.aborted for episode in group])
-    scores = graded.graded[graded.valid & ~aborted]
-    differs = bool(has_spread(scores, torch.zeros(len(scores), dtype=torch.int64)).any())
-    return _Summary(
-        place=group[0].task.group_id,
-        row=group[0].task.row,
-        has_spread=differs,
-        mean=float(scores.mean()) if len(scores) else 0.0,
-        graded=len(scores),
-        failed=int((~graded.valid & ~aborted).sum()),
-        tokens=sum(episode.num_sampled for episode in group),
-    )
-
-
-def draw_next_prompts(run: Run, draws: PromptDraws, count: int) -> list[tuple[int, float]]:
-    """Rows of the next prompts, and the probability with which each was drawn.
-
-    A curriculum draws a prompt at its turn with the probability that its group has spread.
-    """
-    spec, options = run.spec, run.spec.algorithm.filter_groups
-    drawn: list[tuple[int, float]] = []
-    while len(drawn) < count:
-        row = run.train_prompts.row_at(draws.position, seed=spec.trainer.seed, shuffle=spec.data.shuffle)
-        draws.position += 1
-        chance = 1.0
-        if options.curriculum:
-            chance = draws.chance(row, spec.rollout.n, options.curriculum_floor)
-            random = np.random.RandomState(
-                np.random.MT19937(np.random.SeedSequence([spec.trainer.seed, draws.position, 1]))
-            )
-            if random.random_sample() >= chance:
-                continue
-        drawn.append((row, chance))
-    return drawn
-
-
-def _metrics(
-    groups: list[_Summary], used: list[_Summary], rounds: int, n: int, drawn: int
-) -> dict[str, float]:
-    generated_tokens, used_tokens = (float(sum(group.tokens for group in some)) for some in (groups, used))
-    without, used_without = (sum(not group.has_spread for group in some) for some in (groups, used))
-    graded = sum(group.graded for group in groups)
-    return {
-        "filter_groups/rounds": float(rounds),
-        "filter_groups/samples_generated": float(len(groups) * n),
-        "filter_groups/samples_used": float(len(used) * n),
-        "filter_groups/tokens_generated": generated_tokens,
-        "filter_groups/tokens_used": used_tokens,
-        "filter_groups/generated_per_used": generated_tokens / max(used_tokens, 1.0),
-        "filter_groups/zero_spread_fraction": without / len(groups),
-        "filter_groups/zero_spread_used": float(used_without),
-        "filter_groups/unused_groups": float(len(groups) - without - (len(used) - used_without)),
-        "filter_groups/prompts_skipped": float(drawn - len(groups)),
-        "filter_groups/score_mean": sum(group.mean * group.graded for group in groups) / max(graded, 1),
-    }
+def _done(groups: list[Group]) -> Future[list[Group]]:
+    future: Future[list[Group]] = Future()
+    future.set_result(groups)
+    return future

@@ -37,8 +37,8 @@ from rlctl.spec.base import seconds
 from rlctl.spec.model_size import checkpoint_bytes
 from rlctl.track.jsonl import METRICS_FILE
 from rlctl.track.run_dir import SUMMARY_FILE
+from rlctl.train.filter_groups import PromptDraws
 from rlctl.train.run import is_due, is_sync_due
-from rlctl.train.stream import PromptDraws
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -114,7 +114,7 @@ def save_checkpoint(run: Run, step: int, best: int | None = None) -> None:
     root = run.run_dir / CHECKPOINTS
     if run.rollout_writer:  # a resumed run does not repeat these steps: store their rollouts
         run.rollout_writer.flush()
-    has = {"critic": run.critic, "waiting": run.stream.is_ahead, ADAPTER: spec.model.lora_rank}
+    has = {"critic": run.critic, "waiting": spec.batches_ahead > 0, ADAPTER: spec.model.lora_rank}
     has["draws"] = run.draws is not None
     if ranks.is_main:
         with writing(root, step):

@@ -14,11 +14,10 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
-from pydantic import TypeAdapter, ValidationError
 
 from rlctl.algos.estimators import has_spread, spread_probability
 from rlctl.batch import Group
-from rlctl.errors import RunFailure, one_line
+from rlctl.errors import RunFailure
 from rlctl.reward.protocol import RewardResult
 from rlctl.rollout.protocol import sampling_of, step_seed
 from rlctl.train.step_metrics import StepTimer, refuse_ungraded
@@ -71,9 +70,11 @@ class PromptDraws:
             RunFailure: the file cannot be read.
         """
         try:
-            return TypeAdapter(cls).validate_json(path.read_bytes())
-        except (OSError, ValidationError) as error:
-            what = f"the state of dynamic sampling cannot be read: {one_line(error)}"
+            given = json.loads(path.read_text(encoding="utf-8"))
+            measured = {int(row): (float(mean), int(n)) for row, (mean, n) in given.pop("measured").items()}
+            return cls(**given, measured=measured)
+        except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+            what = f"the state of dynamic sampling cannot be read: {error}"
             raise RunFailure(what, where=str(path)) from error
 
 

@@ -15,7 +15,6 @@ from rlctl.algos.score_centering import expected_score
 from rlctl.algos.segments import Segments, Sums
 from rlctl.batch import TokenBatch
 from rlctl.engine.protocol import PolicyOutput
-from rlctl.errors import RunFailure
 from rlctl.routing import balance_loss
 from rlctl.train.settings import UpdateSettings
 
@@ -147,15 +146,9 @@ def _teacher_kl(
 def _expected_scores(
     micro: TokenBatch, output: PolicyOutput, keep: Tensor, settings: UpdateSettings
 ) -> tuple[Tensor, Tensor]:
-    """`expected_score` at each kept token, and the probability of the tokens that the sampler listed (M,).
-
-    Raises:
-        RunFailure: the rollout engine listed no tokens.
-    """
-    if micro.most_likely is None or output.most_likely is None:
-        key = "algorithm.rollout_correction.score_centering"
-        what, fix = "the rollout engine did not list the most likely tokens", "set rollout.name: hf or vllm"
-        raise RunFailure(what, where=key, fix=fix)
+    """`expected_score` at each kept token, and the probability of the tokens that the sampler listed (M,)."""
+    assert micro.most_likely is not None
+    assert output.most_likely is not None
     _, rollout_log_probs = micro.most_likely.padded()
     expected = expected_score(output.most_likely[keep], rollout_log_probs[keep], settings.rules.weight)
     return expected, rollout_log_probs.exp().sum(-1)

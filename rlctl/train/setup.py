@@ -18,6 +18,7 @@ from rlctl.prepare.findings import placeholder_notes
 from rlctl.reward.build import build_reward
 from rlctl.spec.run_spec import RunSpec
 from rlctl.track.console import Startup
+from rlctl.track.open_run import RunRecord
 from rlctl.track.rollouts import RolloutWriter
 from rlctl.track.run_dir import note_in_environment
 from rlctl.track.sink import SinkInputs
@@ -27,7 +28,7 @@ from rlctl.train.models import build_models
 from rlctl.train.preflight import check_rows, local_sources, num_batches
 from rlctl.train.run import Run, is_sync_due
 from rlctl.train.sample_and_grade import RolloutStream, places_of, sample_groups
-from rlctl.train.saving import past_metrics, restore
+from rlctl.train.saving import restore
 from rlctl.train.score_batch import kl_controller
 from rlctl.train.stop import StopRequest, Watchdog
 from rlctl.train.sync import check_first_sync
@@ -94,7 +95,11 @@ def build(
     stack.callback(run.reward.close)
     startup.stop()  # the live display follows
     run.tracker = stack.enter_context(_tracker(run, watchdog))
-    run.history = past_metrics(run_dir) if resume else []  # without steps that the tracker has removed
+    if resume and ranks.is_main:  # without steps that the tracker has removed
+        rows = RunRecord(run_dir).rows()
+        run.history = [
+            {key: float(value) for key, value in row.items() if key != "timestamp"} for row in rows
+        ]
     if run.rollout_writer:
         stack.callback(run.rollout_writer.flush)
     notes += [*changes, *network_notes()]

@@ -25,7 +25,8 @@ from rlctl.track.sink import SinkInputs
 from rlctl.track.tracker import Tracker, build_tracker
 from rlctl.train.filter_groups import PromptDraws
 from rlctl.train.models import build_models
-from rlctl.train.preflight import check_rows, local_sources, num_batches
+from rlctl.train.preflight import local_sources, num_batches
+from rlctl.train.resume import check_rows
 from rlctl.train.run import Run, is_sync_due
 from rlctl.train.sample_and_grade import RolloutStream, places_of, sample_groups
 from rlctl.train.saving import restore

@@ -29,14 +29,8 @@ from rlctl.spec.run_spec import RunSpec
 from rlctl.track.console import Startup
 from rlctl.track.jsonl import METRICS_FILE
 from rlctl.track.run_dir import claim_default_path, open_run_dir
-from rlctl.train.preflight import (
-    check_trackers,
-    compare_inputs,
-    file_fingerprints,
-    local_sources,
-    masked_values,
-    refuse_unsafe,
-)
+from rlctl.train.preflight import check_trackers, local_sources, masked_values
+from rlctl.train.resume import compare_inputs, file_fingerprints, refuse_unsafe
 from rlctl.train.stop import Watchdog, catching_signals, end_process
 from rlctl.user_code import absolute_name, files_of, split_names
 

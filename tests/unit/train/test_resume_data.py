@@ -14,7 +14,7 @@ from rlctl.data.prompts import PromptDataset
 from rlctl.data.schema import Message, Row
 from rlctl.errors import UsageError
 from rlctl.spec.run_spec import RunSpec
-from rlctl.train.preflight import compare_inputs, file_fingerprints, rows_fingerprint
+from rlctl.train.resume import compare_inputs, file_fingerprints, rows_fingerprint
 from tests.own_model import save_tiny_qwen2
 from tests.unit.rollout.test_hf_rollout import TOKENIZER
 

@@ -18,12 +18,12 @@ from rlctl.engine.protocol import CriticEngine, ReferencePolicy, Teacher, TrainE
 from rlctl.engine.ranks import Ranks
 from rlctl.engine.sequence_parallel import SequenceParallel, share_rows
 from rlctl.engine.served_teacher import ServedTeacher
+from rlctl.environment.template_audit import Findings, unknown_end
 from rlctl.errors import UsageError
 from rlctl.prefix import body_of
-from rlctl.rollout.ends import end_ids, unknown_end
 from rlctl.rollout.engines import EngineContext, build_rollout
 from rlctl.rollout.hf import DTYPES, into_precision
-from rlctl.rollout.protocol import EngineLock, InFlightRollout, LockedRollout
+from rlctl.rollout.protocol import EngineLock, InFlightRollout, LockedRollout, end_ids
 from rlctl.routing import REPLAY, Mixture
 from rlctl.spec.algorithm import ActorSpec, CriticSpec
 from rlctl.spec.run_spec import RunSpec
@@ -152,13 +152,10 @@ def _rounded(model: Any, spec: RunSpec) -> Any:
 
 
 def _endless(tokenizer: Any, ends: list[int]) -> list[str]:
-    if not (token := unknown_end(tokenizer, ends)):
-        return []
-    return [
-        f"warning: the chat template ends a reply with {token}, which is not a stop token: responses may run "
-        "to data.max_response_length. Name it in tokenizer_config.json (eos_token) or "
-        "generation_config.json (eos_token_id)"
-    ]
+    audit = Findings()
+    if token := unknown_end(tokenizer, ends):
+        audit.add("end_of_turn", token=token)
+    return [f"warning: {found.what}; {found.fix}" for found in audit.findings]
 
 
 def _training(spec: RunSpec, of: ActorSpec | CriticSpec) -> Settings:

@@ -306,9 +306,9 @@ def _not_started(model_path: str, error: Exception) -> RlctlError:  # noqa: PLR0
     if isinstance(error, TypeError) and "'str'" in str(error):  # it computes with the option
         what = f"vLLM needs a number for one of these options: {one_line(error)}"
         return UsageError(what, where="rollout.engine_kwargs", fix="correct the option that is a text")
-    for pattern, (what, key, fix) in _REFUSALS.items():
+    for pattern, (what, key, instead) in _REFUSALS.items():
         if re.search(pattern, str(error)):
-            return UsageError(f"{what}: {one_line(error)}", where=key or model_path, fix=fix)
+            return UsageError(f"{what}: {one_line(error)}", where=key or model_path, fix=instead)
     if isinstance(error, ValueError):  # includes pydantic's errors, about the model or the options
         return UsageError(f"vLLM refuses the model: {one_line(error)}", where=model_path)
     return EnvironmentFailure(

@@ -124,9 +124,7 @@ def replica_settings(spec: RunSpec, *, reads_images: bool = False) -> ReplicaSet
         options,
         first_gpu=trainers if on_gpus else None,
         host=LOOPBACK if spec.trainer.nnodes == 1 else os.environ.get(NODE_ADDRESS, LOOPBACK),
-        start_timeout=server.start_timeout,
-        answer_timeout=server.answer_timeout,
-        max_restarts=server.max_restarts,
+        server=server,
     )
 
 
@@ -157,7 +155,7 @@ def _on_servers(context: EngineContext) -> VLLMServerRollout:
                 raise vllm_missing(ModuleNotFoundError(name="vllm"))
             logs = context.run_dir / ENGINE_LOGS / (f"node-{node}" if node else "")
             settings = replica_settings(spec, reads_images=reads_more_than_text(context.model.config))
-            replicas = Replicas(server.replicas, settings, published.latest, logs, hosts)
+            replicas = Replicas(settings, published.latest, logs, hosts)
     if is_main and spec.syncs_adapter:
         adapters = VersionedDir(directory)
     urls = [url.rstrip("/") for url in server.urls]

@@ -65,17 +65,13 @@ def actor_loss(
     keep, rules = correction.keep, settings.rules
     unit = rules.segments(micro.units, "sequence")
     counted = keep if rules.loss_denominator == "after_rejection" else torch.ones_like(keep)
-    counts = whole.num_tokens, whole.num_responses
-    c = coefficients(settings.actor.loss_agg_mode, keep, counted, unit, *counts, horizon=settings.horizon)[
-        keep
-    ]
+    counts, mode = (whole.num_tokens, whole.num_responses), settings.actor.loss_agg_mode
+    c = coefficients(mode, keep, counted, unit, *counts, horizon=settings.horizon)[keep]
     assert micro.old_log_probs is not None
     assert micro.advantages is not None
     log_probs, old, advantages = (x[keep] for x in (output.log_probs, micro.old_log_probs, micro.advantages))
     kept_unit = unit.kept(keep)
-    weights = None
-    if settings.weights_are_applied:
-        weights = correction.weights[keep] / whole.factor
+    weights = correction.weights[keep] / whole.factor if settings.weights_are_applied else None
     policy = policy_loss(whole.loss, log_probs, old, advantages, kept_unit, weights)
     loss = pg_loss = (c * policy.values).sum()
     sums = no_sums(keep.device)

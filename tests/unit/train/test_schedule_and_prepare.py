@@ -17,7 +17,7 @@ from rlctl.train.preflight import check_inputs
 from rlctl.train.resume import refuse_unsafe
 from rlctl.train.sample_and_grade import places_of
 from rlctl.train.settings import actor_schedule, critic_schedule, lr_at
-from rlctl.train.start import start_run
+from rlctl.train.start import start_run, with_absolute_paths
 
 
 @pytest.mark.parametrize("kind", ["constant", "linear", "cosine"])
@@ -186,3 +186,41 @@ def test_total_steps_are_not_safe_where_the_learning_rate_depends_on_them() -> N
     after = spec("actor.lr_scheduler_type=linear", "trainer.total_training_steps=999")
     with pytest.raises(SpecError, match="total_training_steps"):
         refuse_unsafe(before, after)
+
+
+def test_paths_that_exist_become_absolute_and_all_else_stays(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    for name in ("model", "adapter", "critic", "ref", "teacher", "scorer"):
+        (tmp_path / name).mkdir()
+    for name in ("a.parquet", "b.parquet", "mine.py"):
+        (tmp_path / name).touch()
+    spec = RunSpec.model_validate(
+        {
+            "model": {"path": "model", "lora_adapter_path": "adapter", "lora_rank": 8},
+            "critic": {"path": "critic"},
+            "ref": {"path": "ref"},
+            "algorithm": {"teacher": {"path": "teacher"}},
+            "reward": {
+                "model": {"path": "scorer"},
+                "terms": [{"name": "mine.py:grade", "params": {"path": "model"}}],
+            },
+            "data": {
+                "train_files": ["a.parquet", "?.parquet", "organisation/set"],
+                "val_files": ["gone.parquet"],
+            },
+        }
+    )
+    found = with_absolute_paths(spec)
+    assert found.model.path == str(tmp_path / "model")
+    assert found.model.lora_adapter_path == str(tmp_path / "adapter")
+    others = [found.critic.path, found.ref.path, found.algorithm.teacher.path, found.reward.model.path]
+    assert others == [str(tmp_path / name) for name in ("critic", "ref", "teacher", "scorer")]
+    assert found.data.train_files == [
+        str(tmp_path / "a.parquet"),
+        str(tmp_path / "?.parquet"),
+        "organisation/set",
+    ]
+    assert found.data.val_files == ["gone.parquet"]
+    assert found.reward.terms[0].name == f"{tmp_path}/mine.py:grade"
+    assert found.reward.terms[0].params == {"path": "model"}, "a parameter of the user is not a path"
+    assert with_absolute_paths(RunSpec()) == RunSpec()

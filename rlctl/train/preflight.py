@@ -6,8 +6,6 @@ Neither torch nor pyarrow is imported before the files are checked: errors appea
 from __future__ import annotations
 
 import contextlib
-import json
-import os
 import shutil
 from collections.abc import Callable, Sequence
 from importlib.util import find_spec
@@ -17,9 +15,8 @@ from typing import TYPE_CHECKING, Any, Literal
 from rlctl.errors import Problem, UsageError
 from rlctl.files import matches
 from rlctl.model_files import (
-    TOKENIZERS,
     check_adapter,
-    check_directory,
+    check_model,
     looks_local,
     model_directory,
 )
@@ -34,17 +31,15 @@ from rlctl.user_code import files_of
 if TYPE_CHECKING:
     pass
 
-_WEIGHTS = ("*.safetensors", "*.bin")
-
 
 def check_inputs(spec: RunSpec) -> list[Problem]:
     """Problems of the local models, data and reward files of `spec`, and masked values; no hub ids."""
     problems: list[Problem] = []
     if not spec.is_embedded:
-        problems += _problem("model.path", _check_model, spec.model.path, needs_tokenizer=True)
+        problems += _problem("model.path", check_model, spec.model.path, needs_tokenizer=True)
     for key, path in (spec.other_models | {"reward.model.path": spec.reward.model.path}).items():
         needs_tokenizer = key == "algorithm.teacher.path"  # compared with the policy's
-        problems += _problem(key, _check_model, path, needs_tokenizer=needs_tokenizer) if path else []
+        problems += _problem(key, check_model, path, needs_tokenizer=needs_tokenizer) if path else []
     adapter = spec.model.lora_adapter_path
     if adapter and looks_local(adapter):
         problems += _problem("model.lora_adapter_path", check_adapter, adapter, spec.model)
@@ -138,31 +133,6 @@ def count_rows(files: Sequence[str]) -> int | None:
         return check_files(files)
     except UsageError:  # a problem of `check_inputs`
         return None
-
-
-def _check_model(path: str, *, needs_tokenizer: bool = False) -> None:
-    """Refuses a directory without configuration, weights or tokenizer; any other path may be a hub id.
-
-    Raises:
-        UsageError: the directory cannot be loaded.
-    """
-    check_directory(os.path.expanduser(path), path)  # noqa: PTH111 - a Path would drop the "./" of a local path
-    directory = Path(path).expanduser()
-    if not directory.is_dir():
-        return
-    config = directory / "config.json"
-    try:
-        json.loads(config.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
-        raise UsageError(f"config.json cannot be read: {error}", where=str(config)) from error
-    if not any(any(directory.glob(pattern)) for pattern in _WEIGHTS):
-        what = "the model directory holds no weights (*.safetensors or *.bin)"
-        raise UsageError(what, where=path, fix="copy them there, or name a complete directory")
-    if needs_tokenizer and not any((directory / name).is_file() for name in TOKENIZERS):
-        what = "the model directory holds no tokenizer (tokenizer.json)"
-        raise UsageError(
-            what, where=path, fix="copy the tokenizer's files there, or name a complete directory"
-        )
 
 
 def check_disk(spec: RunSpec) -> list[Problem]:

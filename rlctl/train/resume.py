@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import json
 from collections.abc import Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
@@ -175,19 +174,6 @@ def check_rows(
     notes: list[str] = []
     with failing_together(ranks.first):
         if ranks.is_main:
-            rows = {key: rows_fingerprint(each) for key, each in prompts.items() if each}
+            rows = {key: each.fingerprint for key, each in prompts.items() if each}
             notes = compare_inputs(run_dir, "rows", rows, accepts=spec.trainer.accept_changed_inputs)
     return notes
-
-
-def rows_fingerprint(prompts: PromptDataset) -> str:
-    """SHA-256 of sources, rendered prompts as token ids, ground truths and other fields, in order.
-
-    Shipped graders do not read the other fields, but user-defined graders may.
-    """
-    digest = hashlib.sha256()
-    for row, ids in zip(prompts.rows, prompts.token_ids, strict=True):
-        messages = [[message.role, message.content] for message in row.prompt]  # graders may read them
-        content = [row.data_source, ids, messages, row.ground_truth, row.extra]
-        digest.update(json.dumps(content, sort_keys=True, default=str).encode())
-    return digest.hexdigest()

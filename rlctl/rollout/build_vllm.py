@@ -1,4 +1,13 @@
-"""Builds vLLM engines from the spec of a run: in this process or clients of servers. Imports no vLLM."""
+"""Builds vLLM engines from the spec of a run: in this process or clients of servers. Imports no vLLM.
+
+completions             base of both: requests → sampling parameters, vLLM's lists → turns
+  vllm                  an engine in this process; isolates the state that vLLM changes
+    tensor_parallel     several ranks share one; vllm_workers: parts of it on CPUs
+  vllm_server           a client of servers: sampling, also in flight; syncs
+    replicas            starts, watches and restarts servers; server_process: each, here or through Ray
+    server_access       the key of a server, and whether its engine works
+    weights             new weights as files; weight_broadcast: without files
+"""
 
 from __future__ import annotations
 

@@ -10,16 +10,11 @@ import shutil
 from collections.abc import Callable, Sequence
 from importlib.util import find_spec
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import Any, Literal
 
 from rlctl.errors import Problem, UsageError
 from rlctl.files import matches
-from rlctl.model_files import (
-    check_adapter,
-    check_model,
-    looks_local,
-    model_directory,
-)
+from rlctl.model_files import check_adapter, check_model, looks_local, model_directory
 from rlctl.registry import TRACKERS
 from rlctl.spec.keys import flat
 from rlctl.spec.model_size import checkpoint_bytes
@@ -27,9 +22,6 @@ from rlctl.spec.rollout import RewardTerm
 from rlctl.spec.run_spec import RunSpec
 from rlctl.track.redaction import is_masked
 from rlctl.user_code import files_of
-
-if TYPE_CHECKING:
-    pass
 
 
 def check_inputs(spec: RunSpec) -> list[Problem]:

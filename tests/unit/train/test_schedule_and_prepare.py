@@ -9,6 +9,7 @@ import torch
 
 from rlctl.engine.ranks import Ranks
 from rlctl.errors import SpecError
+from rlctl.spec.algorithm import ActorSpec
 from rlctl.spec.keys import changes
 from rlctl.spec.load import load_spec
 from rlctl.spec.run_spec import RunSpec
@@ -20,25 +21,29 @@ from rlctl.train.settings import actor_schedule, critic_schedule, lr_at
 from rlctl.train.start import start_run, with_absolute_paths
 
 
+def rate(update: int, total: int, *, peak: float, warmup: int, kind: str) -> float:
+    return lr_at(update, total, ActorSpec(lr=peak, lr_warmup_steps=warmup), kind)
+
+
 @pytest.mark.parametrize("kind", ["constant", "linear", "cosine"])
 def test_warmup_reaches_the_peak_on_its_last_update(kind: str) -> None:
-    rates = [lr_at(u, 20, peak=2.0, warmup=4, kind=kind) for u in range(6)]
+    rates = [rate(u, 20, peak=2.0, warmup=4, kind=kind) for u in range(6)]
     assert rates[:4] == [0.5, 1.0, 1.5, 2.0]
     assert rates[4] == 2.0
 
 
 def test_decays() -> None:
-    assert lr_at(999, 20, peak=3.0, warmup=0, kind="constant") == 3.0
-    assert lr_at(10, 20, peak=3.0, warmup=0, kind="linear") == pytest.approx(1.5)
-    assert lr_at(10, 20, peak=3.0, warmup=0, kind="cosine") == pytest.approx(1.5)
-    assert lr_at(5, 20, peak=1.0, warmup=0, kind="cosine") == pytest.approx(0.5 * (1 + math.cos(math.pi / 4)))
+    assert rate(999, 20, peak=3.0, warmup=0, kind="constant") == 3.0
+    assert rate(10, 20, peak=3.0, warmup=0, kind="linear") == pytest.approx(1.5)
+    assert rate(10, 20, peak=3.0, warmup=0, kind="cosine") == pytest.approx(1.5)
+    assert rate(5, 20, peak=1.0, warmup=0, kind="cosine") == pytest.approx(0.5 * (1 + math.cos(math.pi / 4)))
     for kind in ("linear", "cosine"):
-        rates = [lr_at(u, 20, peak=1.0, warmup=3, kind=kind) for u in range(3, 30)]
+        rates = [rate(u, 20, peak=1.0, warmup=3, kind=kind) for u in range(3, 30)]
         assert all(a >= b for a, b in pairwise(rates))
         assert rates[16] > 0.0  # the last of the 20 updates still moves
         assert rates[17:] == pytest.approx([0.0] * 10)
-    assert lr_at(0, 0, peak=1.0, warmup=0, kind="linear") == 1.0
-    assert lr_at(3, 3, peak=1.0, warmup=3, kind="linear") == 1.0  # all warm-up: nothing left to decay over
+    assert rate(0, 0, peak=1.0, warmup=0, kind="linear") == 1.0
+    assert rate(3, 3, peak=1.0, warmup=3, kind="linear") == 1.0  # all warm-up: nothing left to decay over
 
 
 @pytest.mark.parametrize("kind", ["linear", "cosine"])

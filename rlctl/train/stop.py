@@ -50,13 +50,18 @@ _SILENT_S = 10.0
 
 @dataclass
 class StopRequest:
-    """The signal that requested the end of the run; 0: none."""
+    """Whether the run is to end.
+
+    Attributes:
+        signal_number: the signal that requested it; 0: none.
+        at_once: end the process at the first signal: while ranks wait for one another there is nothing to
+            save.
+        is_shown: a live display shows that the run is stopping: an additional printed line would corrupt it.
+    """
 
     signal_number: int = 0
     at_once: bool = False
-    """End the process at the first signal: while ranks wait for one another there is nothing to save."""
     is_shown: bool = False
-    """Whether a live display shows that the run is stopping: an additional printed line would corrupt it."""
 
 
 def end_process(signal_number: int) -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal
@@ -14,7 +14,6 @@ from rlctl.diagnose import thresholds as th
 from rlctl.metric_names import key_pattern
 
 if TYPE_CHECKING:
-    from rlctl.diagnose.readers.reader_files import MetricFilter
     from rlctl.spec.run_spec import RunSpec
 
 #: Stands for standard input.
@@ -49,11 +48,11 @@ class Table:
     nonfinite: Mapping[str, NDArray[np.int64]] = field(default_factory=dict)
 
     @classmethod
-    def of_rows(cls, rows: Sequence[Mapping[str, float]], wanted: MetricFilter) -> Table:
+    def of_rows(cls, rows: Sequence[Mapping[str, float]], wanted: Callable[[str], bool]) -> Table:
         """The wanted metrics of logged steps, each of which has its number as `step`."""
         steps = np.array([row["step"] for row in rows], dtype=np.int64)
         columns, nonfinite = {}, {}
-        for key in filter(wanted.__contains__, set().union(*rows)):
+        for key in filter(wanted, set().union(*rows)):
             values = np.array([row.get(key, np.nan) for row in rows])
             is_finite = np.isfinite(values)
             columns[key] = np.where(is_finite, values, np.nan)

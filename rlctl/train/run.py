@@ -19,9 +19,8 @@ if TYPE_CHECKING:
     from rlctl.spec.run_spec import RunSpec
     from rlctl.track.rollouts import RolloutWriter
     from rlctl.track.tracker import Tracker
-    from rlctl.train.filter_groups import PromptDraws
-    from rlctl.train.sample_and_grade import RolloutStream
     from rlctl.train.stop import StopRequest
+    from rlctl.train.stream import PromptDraws, RolloutStream
 
 
 @dataclass

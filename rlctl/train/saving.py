@@ -36,8 +36,8 @@ from rlctl.metric_names import validation_rewards
 from rlctl.spec.base import seconds
 from rlctl.spec.model_size import checkpoint_bytes
 from rlctl.track.run_dir import SUMMARY_FILE
-from rlctl.train.filter_groups import PromptDraws
 from rlctl.train.run import is_due, is_sync_due
+from rlctl.train.stream import PromptDraws
 
 if TYPE_CHECKING:
     from torch import Tensor

@@ -23,15 +23,15 @@ from rlctl.track.rollouts import RolloutWriter
 from rlctl.track.run_dir import note_in_environment
 from rlctl.track.sink import SinkInputs
 from rlctl.track.tracker import Tracker, build_tracker
-from rlctl.train.filter_groups import PromptDraws
 from rlctl.train.models import build_models
 from rlctl.train.preflight import local_sources, num_batches
 from rlctl.train.resume import check_rows
 from rlctl.train.run import Run, is_sync_due
-from rlctl.train.sample_and_grade import RolloutStream, places_of, sample_groups
+from rlctl.train.sample_and_grade import sample_groups
 from rlctl.train.saving import restore
 from rlctl.train.score_batch import kl_controller
 from rlctl.train.stop import StopRequest, Watchdog
+from rlctl.train.stream import PromptDraws, RolloutStream, places_of
 from rlctl.train.sync import check_first_sync
 
 

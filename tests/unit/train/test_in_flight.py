@@ -14,7 +14,7 @@ import pytest
 import torch
 
 from rlctl.batch import Group, Turn
-from rlctl.train.sample_and_grade import RolloutStream
+from rlctl.train.stream import RolloutStream
 from tests.episodes import episode_of, task_of
 
 PLACES, LAST, AHEAD = (1, 4, 6), 60, 2

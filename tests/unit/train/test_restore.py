@@ -12,8 +12,8 @@ from rlctl.engine.checkpoint import CHECKPOINTS, TrainerState, begin, publish
 from rlctl.engine.ranks import Ranks
 from rlctl.errors import UsageError
 from rlctl.spec.load import load_spec
-from rlctl.train.sample_and_grade import RolloutStream
 from rlctl.train.saving import restore as restore_run
+from rlctl.train.stream import RolloutStream
 
 ALONE = Ranks(0, 1, torch.device("cpu"))
 

@@ -21,8 +21,9 @@ from rlctl.spec.model import RECIPE
 from rlctl.spec.rollout import OverlongSpec
 from rlctl.spec.run_spec import RunSpec
 from rlctl.tiny.model import build_tokenizer
-from rlctl.train.sample_and_grade import RolloutStream, greedy_baseline, sample_and_grade, sample_groups
+from rlctl.train.sample_and_grade import greedy_baseline, sample_and_grade, sample_groups
 from rlctl.train.step_metrics import StepTimer
+from rlctl.train.stream import RolloutStream
 from tests.episodes import RandomEngine, groups_of, same
 
 TOKENIZER = build_tokenizer(RECIPE)

@@ -16,9 +16,9 @@ from rlctl.spec.run_spec import RunSpec
 from rlctl.track.run_dir import open_run_dir
 from rlctl.train.preflight import check_inputs
 from rlctl.train.resume import refuse_unsafe
-from rlctl.train.sample_and_grade import places_of
 from rlctl.train.settings import actor_schedule, critic_schedule, lr_at
 from rlctl.train.start import start_run, with_absolute_paths
+from rlctl.train.stream import places_of
 
 
 def rate(update: int, total: int, *, peak: float, warmup: int, kind: str) -> float:

@@ -15,7 +15,7 @@ import torch
 from rlctl.batch import Episode, Group, Task, TokenLists
 from rlctl.batch import Sequence as TokenSequence
 from rlctl.errors import RunFailure
-from rlctl.train.sample_and_grade import RolloutStream
+from rlctl.train.stream import RolloutStream
 from tests.episodes import groups_of, same
 
 LAST = 7

@@ -1,0 +1,215 @@
+"""Groups of each step: the queue of those sampled ahead, and the draws of dynamic sampling.
+
+Groups are sampled ahead in the same thread or concurrently. A checkpoint contains those that wait, the
+numbers of those that are being sampled, and the draws.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Callable, Sequence
+from concurrent.futures import FIRST_COMPLETED, Executor, Future, wait
+from dataclasses import asdict, dataclass, field, replace
+from pathlib import Path
+
+import torch
+
+from rlctl.algos.estimators import spread_probability
+from rlctl.batch import Episode, Group, Task, TokenLists
+from rlctl.batch import Sequence as TokenSequence
+from rlctl.engine.ranks import Ranks
+from rlctl.errors import RunFailure, first_line
+from rlctl.spec.run_spec import RunSpec
+
+_STATE = "rollouts_rank_{rank:05d}.pt"
+#: What a group consists of, besides tensors and plain data.
+_RECORDS = (Episode, Task, TokenSequence, TokenLists)
+
+
+def places_of(spec: RunSpec, ranks: Ranks) -> list[int]:
+    """Indices in the whole batch of the prompts that this rank samples, in its order.
+
+    Every mini-batch is divided evenly among the ranks, so that mini-batch k contains the same
+    prompts for any number of ranks.
+    """
+    mini_batch = spec.ppo_mini_batch_size
+    share = mini_batch // ranks.world_size
+    starts = range(ranks.rank * share, spec.data.train_batch_size, mini_batch)
+    return [start + i for start in starts for i in range(share)]
+
+
+def placed(group: Group, place: int) -> Group:
+    """The group with its index in the whole batch as `group_id`."""
+    task = replace(group[0].task, group_id=place)
+    return tuple(replace(episode, task=task) for episode in group)
+
+
+class RolloutStream:
+    """A queue of groups that are sampled but not yet trained on.
+
+    It consists of jobs, which sample all groups of a step, or with `places` one group each. With `ahead` 0 it
+    is empty between steps; with k it holds the groups of k steps. Without an executor, those of a step were
+    sampled exactly k steps earlier, with the weights of that time; only those of the first k steps are
+    fresher. With an executor, they are sampled during training, each job's with the newest weights when its
+    sampling starts; taken in order, none is older than k steps, and which are fresher depends on timing.
+
+    A job that was being sampled when the checkpoint was written is sampled again in the resumed run, with the
+    same seeds. So every prompt is used once, however often a run was killed.
+
+    Args:
+        sample: samples the groups of a job, given by its step and its index in the step, with the rollout
+            engine's current weights.
+        ahead: maximum number of steps whose groups are sampled ahead.
+        last_step: the run's last step; nothing is sampled for later steps.
+        executor: samples in separate threads; None: in the calling thread.
+        places: a job is one group, and these are the `group_id` of this rank's groups in a batch. None: a job
+            is a step.
+        in_order: jobs are taken in their order; otherwise those that are ready first.
+    """
+
+    def __init__(
+        self,
+        sample: Callable[[int, int], list[Group]],
+        *,
+        ahead: int,
+        last_step: int,
+        executor: Executor | None = None,
+        places: Sequence[int] | None = None,
+        in_order: bool = True,
+    ) -> None:
+        self._sample, self._executor = sample, executor
+        self._ahead, self._last_step = ahead, last_step
+        self._places, self._in_order = places, in_order
+        self._per_step = 1 if places is None else len(places)
+        self._taken = 0  # steps
+        self._next = 0  # the first job that has not been started
+        self._jobs: dict[int, Future[list[Group]]] = {}  # those that have been started and not taken
+        self._again: set[int] = set()  # those that were open in the checkpoint
+        self.num_restarted = 0  # episodes of the last batch that were open in the checkpoint
+
+    @property
+    def num_open(self) -> int:
+        """Number of jobs that are being sampled."""
+        return sum(not job.done() for job in self._jobs.values())
+
+    def take(self, step: int) -> list[Group]:
+        """Returns the groups of `step`, which must follow the last step taken.
+
+        Raises:
+            ValueError: the step is out of order.
+            RunFailure: sampling it failed.
+        """
+        if step != self._taken + 1:
+            raise ValueError(f"step {step} is out of order: it follows step {self._taken}")
+        end = min(step + self._ahead, self._last_step) * self._per_step
+        for job in [*sorted(self._again - self._jobs.keys()), *range(self._next, end)]:
+            self._jobs[job] = self._start(job)
+        self._next = max(self._next, end)
+        taken = self._first_jobs()
+        self._taken, self._jobs = step, {job: f for job, f in self._jobs.items() if job not in taken}
+        self.num_restarted = sum(len(g) for job in self._again & taken.keys() for g in taken[job])
+        self._again -= taken.keys()
+        groups = [group for job in sorted(taken) for group in taken[job]]
+        return groups if self._places is None else list(map(placed, groups, self._places))
+
+    def _first_jobs(self) -> dict[int, list[Group]]:
+        """The jobs of a step and their groups; waits for them."""
+        jobs = sorted(self._jobs)
+        if self._in_order:
+            return {job: self._jobs[job].result() for job in jobs[: self._per_step]}
+        while True:
+            ready = {job: self._jobs[job].result() for job in jobs if self._jobs[job].done()}
+            if len(ready) >= self._per_step:
+                return dict(list(ready.items())[: self._per_step])
+            wait([job for job in self._jobs.values() if not job.done()], return_when=FIRST_COMPLETED)
+
+    def save(self, directory: Path, rank: int) -> None:
+        """Writes the waiting groups and the open jobs, so that a resumed run trains on the same ones."""
+        if not self._ahead:
+            return
+        ready = {job: f.result() for job, f in self._jobs.items() if f.done() and not f.exception()}
+        state = {"next": self._next, "waiting": ready, "open": sorted(self._jobs.keys() - ready)}
+        torch.save(state, directory / _STATE.format(rank=rank))
+
+    def resume(self, step: int, directory: Path, rank: int) -> None:
+        """Continues after `step`, with the groups that `save` wrote on this rank.
+
+        Raises:
+            RunFailure: they are missing or cannot be read.
+        """
+        self._taken, self._next = step, step * self._per_step
+        if not self._ahead:
+            return
+        path = directory / _STATE.format(rank=rank)
+        try:
+            with torch.serialization.safe_globals(list(_RECORDS)):
+                state = torch.load(path, weights_only=True)
+            found = {job: list(map(tuple, groups)) for job, groups in state["waiting"].items()}
+            if not all(isinstance(e, Episode) for groups in found.values() for g in groups for e in g):
+                raise ValueError("another version of rlctl wrote it")
+            self._next, self._again = state["next"], set(state["open"])
+            self._jobs = {job: _done(groups) for job, groups in found.items()}
+        except Exception as error:  # damaged files raise various errors in torch and pickle
+            what = f"the groups waiting to be trained on cannot be read: {first_line(error)}"
+            raise RunFailure(what, where=str(path)) from error
+
+    def _start(self, job: int) -> Future[list[Group]]:
+        step, index = divmod(job, self._per_step)
+        if self._executor:
+            return self._executor.submit(self._sample, step + 1, index)
+        return _done(self._sample(step + 1, index))
+
+
+def _done(groups: list[Group]) -> Future[list[Group]]:
+    future: Future[list[Group]] = Future()
+    future.set_result(groups)
+    return future
+
+
+@dataclass
+class PromptDraws:
+    """Position in the prompts, and their measured scores; the same on every rank.
+
+    Attributes:
+        position: prompts drawn so far, over all epochs, skipped ones included.
+        low, high: smallest and largest mean score of a group so far.
+        measured: row → mean score of its last group, and number of graded responses in it.
+    """
+
+    position: int = 0
+    low: float = math.inf
+    high: float = -math.inf
+    measured: dict[int, tuple[float, int]] = field(default_factory=dict)
+
+    def note(self, row: int, mean: float, count: int) -> None:
+        """Records the mean score of a prompt's group."""
+        self.low, self.high = min(self.low, mean), max(self.high, mean)
+        self.measured[row] = (mean, count)
+
+    def chance(self, row: int, n: int, floor: float) -> float:
+        """Probability of drawing a prompt at its turn: that its group has spread, at least `floor`."""
+        if row not in self.measured or self.high <= self.low:
+            return 1.0
+        mean, count = self.measured[row]
+        rate = ((mean - self.low) / (self.high - self.low) * count + 1.0) / (count + 2.0)
+        return max(floor, spread_probability(rate, n))
+
+    def save(self, path: Path) -> None:
+        """Writes the state as JSON."""
+        path.write_text(json.dumps(asdict(self)) + "\n", encoding="utf-8")
+
+    @classmethod
+    def load(cls, path: Path) -> PromptDraws:
+        """Reads a file that `save` wrote.
+
+        Raises:
+            RunFailure: the file cannot be read.
+        """
+        try:
+            given = json.loads(path.read_text(encoding="utf-8"))
+            measured = {int(row): (float(mean), int(n)) for row, (mean, n) in given.pop("measured").items()}
+            return cls(**given, measured=measured)
+        except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+            what = f"the state of dynamic sampling cannot be read: {error}"
+            raise RunFailure(what, where=str(path)) from error

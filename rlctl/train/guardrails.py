@@ -307,13 +307,8 @@ class Guardrails:
             return ()
         spec = self._run.spec
         try:
-            run = RunLog(
-                self._run.run_dir,
-                Table.of_rows(logged, self._wanted.__contains__),
-                spec,
-                facts=facts_of(spec),
-            )
-            found = examine(run).findings
+            table = Table.of_rows(logged, self._wanted.__contains__)
+            found = examine(RunLog(self._run.run_dir, table, spec, facts=facts_of(spec))).findings
         except Exception as error:  # a fault in a rule must not end a healthy run
             self._notices.once("fault", f"a diagnosis rule failed, no rule was evaluated: {error!r}")
             return ()

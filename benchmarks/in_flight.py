@@ -99,7 +99,7 @@ def _server() -> Iterator[tuple[str, ...]]:
     spec = load_spec([PRESET], [], [*SHARED, *CONDITIONS["in flight"]]).spec
     with tempfile.TemporaryDirectory() as where:
         model, logs, weights = embedded_task(spec).model_dir, Path(where) / "logs", Path(where) / "weights"
-        servers = Replicas(1, replica_settings(spec), lambda: model, logs)
+        servers = Replicas(replica_settings(spec), lambda: model, logs)
         servers.start()
         try:
             yield f"rollout.server.urls=[{servers.urls[0]}]", f"rollout.server.weights_dir={weights}"

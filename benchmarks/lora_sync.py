@@ -81,7 +81,7 @@ def measure(precision: str, max_lora_rank: int, syncs: int) -> dict[str, Any]:
     from rlctl.engine.ranks import join_ranks, leave_ranks
     from rlctl.rollout.completions import vllm_options
     from rlctl.rollout.protocol import ExpectedWeights, Request, Sampling
-    from rlctl.rollout.vllm import TrainedVLLMRollout
+    from rlctl.rollout.vllm import VLLMRollout
     from rlctl.spec.model import ALL_LINEAR, RECIPE
     from rlctl.tiny.model import build_tokenizer
 
@@ -91,7 +91,7 @@ def measure(precision: str, max_lora_rank: int, syncs: int) -> dict[str, Any]:
         model.save_pretrained(directory)
         tokenizer.save_pretrained(directory)
         adapters = {"enable_lora": True, "max_lora_rank": max_lora_rank} if max_lora_rank else {}
-        rollout = TrainedVLLMRollout(
+        rollout = VLLMRollout(
             directory,
             tokenizer,
             vllm_options(precision, PROMPT_TOKENS + RESPONSE_TOKENS) | adapters,

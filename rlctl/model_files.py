@@ -180,6 +180,31 @@ def looks_local(path: str) -> bool:
     return path.startswith((".", "/", "~")) or path.count("/") > 1 or Path(path).exists()
 
 
+def check_model(path: str, *, needs_tokenizer: bool = False) -> None:
+    """Refuses a directory without configuration, weights or tokenizer; any other path may be a hub id.
+
+    Raises:
+        UsageError: the directory cannot be loaded.
+    """
+    check_directory(os.path.expanduser(path), path)  # noqa: PTH111 - a Path would drop the "./" of a local path
+    directory = Path(path).expanduser()
+    if not directory.is_dir():
+        return
+    config = directory / "config.json"
+    try:
+        json.loads(config.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise UsageError(f"config.json cannot be read: {error}", where=str(config)) from error
+    if not any(any(directory.glob(pattern)) for pattern in ("*.safetensors", "*.bin")):
+        what = "the model directory holds no weights (*.safetensors or *.bin)"
+        raise UsageError(what, where=path, fix="copy them there, or name a complete directory")
+    if needs_tokenizer and not any((directory / name).is_file() for name in TOKENIZERS):
+        what = "the model directory holds no tokenizer (tokenizer.json)"
+        raise UsageError(
+            what, where=path, fix="copy the tokenizer's files there, or name a complete directory"
+        )
+
+
 def check_directory(path: str, where: str, fix: str | None = None) -> None:
     """Refuses a local path without config.json, instead of looking it up on the hub as an id."""
     if looks_local(path) and not (Path(path) / "config.json").is_file():

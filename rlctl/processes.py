@@ -12,11 +12,15 @@ import signal
 import socket
 import subprocess
 import sys
+import threading
 import time
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
+from types import FrameType
 
 LOOPBACK = "127.0.0.1"
+#: Signals that end a command.
+STOPS = (signal.SIGINT, signal.SIGTERM)
 #: Environment variable with this node's address in the network of a run on several nodes; vLLM reads it too.
 NODE_ADDRESS = "VLLM_HOST_IP"
 _PR_SET_PDEATHSIG = 1
@@ -125,6 +129,18 @@ def cpu_seconds(pid: int) -> float:
         return time.clock_gettime(~pid << 3 | 2) if pid else 0.0
     except OSError:
         return 0.0
+
+
+@contextlib.contextmanager
+def handling_stops(handler: Callable[[int, FrameType | None], None]) -> Iterator[None]:
+    """Context in which SIGINT and SIGTERM call `handler`; no signal does outside the main thread."""
+    is_main = threading.current_thread() is threading.main_thread()
+    before = {number: signal.signal(number, handler) for number in STOPS if is_main}
+    try:
+        yield
+    finally:
+        for number, former in before.items():
+            signal.signal(number, former)
 
 
 def end_with_parent(number: signal.Signals, parent: int) -> None:

@@ -105,7 +105,7 @@ def _model(spec: RunSpec, model: str | None) -> tuple[Any, list[int]]:
 
     from rlctl.engine.model import load_reader
     from rlctl.model_files import model_directory
-    from rlctl.rollout.ends import end_ids
+    from rlctl.rollout.protocol import end_ids
 
     path = model_directory(model)
     tokenizer, config = load_reader(path, trust_remote_code=spec.model.trust_remote_code)

@@ -7,6 +7,7 @@ Rendering does not import torch.
 from __future__ import annotations
 
 import hashlib
+import json
 import re
 from collections.abc import Mapping, Sequence
 from functools import lru_cache
@@ -176,6 +177,19 @@ class PromptDataset:
 
     def __len__(self) -> int:
         return len(self.rows)
+
+    @property
+    def fingerprint(self) -> str:
+        """SHA-256 of sources, rendered prompts as token ids, ground truths and other fields, in order.
+
+        Shipped graders do not read the other fields, but user-defined graders may.
+        """
+        digest = hashlib.sha256()
+        for row, ids in zip(self.rows, self.token_ids, strict=True):
+            messages = [[message.role, message.content] for message in row.prompt]  # graders may read them
+            content = [row.data_source, ids, messages, row.ground_truth, row.extra]
+            digest.update(json.dumps(content, sort_keys=True, default=str).encode())
+        return digest.hexdigest()
 
     def check_batch_size(self, batch_size: int) -> None:
         """Raises a UsageError if the data set is smaller than one batch."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal
@@ -46,6 +46,19 @@ class Table:
     columns: Mapping[str, NDArray[np.float64]]
     #: metric → the steps at which NaN or an infinity was logged
     nonfinite: Mapping[str, NDArray[np.int64]] = field(default_factory=dict)
+
+    @classmethod
+    def of_rows(cls, rows: Sequence[Mapping[str, float]], wanted: Callable[[str], bool]) -> Table:
+        """The wanted metrics of logged steps, each of which has its number as `step`."""
+        steps = np.array([row["step"] for row in rows], dtype=np.int64)
+        columns, nonfinite = {}, {}
+        for key in filter(wanted, set().union(*rows)):
+            values = np.array([row.get(key, np.nan) for row in rows])
+            is_finite = np.isfinite(values)
+            columns[key] = np.where(is_finite, values, np.nan)
+            if bad := [index for index in np.flatnonzero(~is_finite) if key in rows[index]]:
+                nonfinite[key] = steps[bad]
+        return cls(steps, columns, nonfinite)
 
     def series(self, key: str) -> Series:
         """The metric's finite values; empty if it was never logged."""

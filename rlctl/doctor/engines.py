@@ -55,7 +55,7 @@ def vllm_samples() -> str:
     """Starts vLLM, syncs weights as in training, samples a few tokens and stops vLLM."""
     from rlctl.rollout.completions import vllm_options
     from rlctl.rollout.protocol import ExpectedWeights, PlainWeights
-    from rlctl.rollout.vllm import TrainedVLLMRollout
+    from rlctl.rollout.vllm import VLLMRollout
     from rlctl.spec.model import RECIPE
     from rlctl.tiny.model import save_model
 
@@ -65,7 +65,7 @@ def vllm_samples() -> str:
         tokenizer.save_pretrained(directory)
         length = RECIPE.max_position_embeddings
         options = vllm_options("bf16", length, gpu_memory_utilization=_GPU_SHARE)
-        engine = TrainedVLLMRollout(str(directory), tokenizer, options, ExpectedWeights(model))
+        engine = VLLMRollout(str(directory), tokenizer, options, ExpectedWeights(model))
         engine.sync_weights(PlainWeights(model.state_dict().items()), policy_version=0)
         found = f"{_sampled(engine, tokenizer)}; {engine.description}"
         engine.close()

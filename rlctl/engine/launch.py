@@ -12,7 +12,6 @@ import os
 import signal
 import sys
 import tempfile
-import threading
 import time
 import traceback
 from collections.abc import Callable, Iterator
@@ -33,7 +32,7 @@ from rlctl.errors import (
 )
 from rlctl.files import write_text
 from rlctl.leftovers import temporary_directory
-from rlctl.processes import end_with_parent
+from rlctl.processes import STOPS, end_with_parent, handling_stops
 
 _KINDS = {kind.exit_code: kind for kind in (RunFailure, UsageError, EnvironmentFailure)}
 _ERRORS = "RLCTL_RANK_ERRORS"
@@ -43,7 +42,6 @@ _START_METHOD = "spawn"
 #: Seconds: after a failure, in which other ranks may end by themselves; then, after SIGTERM.
 _SETTLE_S, _STOP_S = 1.0, 30.0
 _OWN_FAULT, _BUG, _LOST = range(3)
-_STOPS = (signal.SIGINT, signal.SIGTERM)
 
 
 def under_torchrun() -> bool:
@@ -90,7 +88,7 @@ def run_ranks(count: int, target: Callable[..., int], *args: object) -> int:
         shared = sizes | {_ERRORS: str(directory), STORE: str(directory / "store")}
         context: Any = multiprocessing.get_context(_START_METHOD)
         # Also blocked in a rank until `_rank_main`: Ctrl-C must not end its imports with a traceback.
-        signal.pthread_sigmask(signal.SIG_BLOCK, _STOPS)
+        signal.pthread_sigmask(signal.SIG_BLOCK, STOPS)
         try:
             for number in range(count):
                 os.environ |= shared | {"RANK": str(number), "LOCAL_RANK": str(number)}
@@ -98,7 +96,7 @@ def run_ranks(count: int, target: Callable[..., int], *args: object) -> int:
                 rank.start()
                 ranks.append(rank)
         finally:
-            signal.pthread_sigmask(signal.SIG_UNBLOCK, _STOPS)
+            signal.pthread_sigmask(signal.SIG_UNBLOCK, STOPS)
             for name in (*shared, "RANK", "LOCAL_RANK"):
                 os.environ.pop(name, None)
         codes = _wait(ranks)
@@ -121,15 +119,12 @@ def _passing_signals() -> Iterator[tuple[list[BaseProcess], list[int]]]:
         for rank in ranks:
             rank.terminate()
 
-    is_main = threading.current_thread() is threading.main_thread()
-    before = {number: signal.signal(number, on_signal) for number in _STOPS if is_main}
-    try:
-        yield ranks, signals
-    finally:
-        for rank in ranks:
-            rank.kill()
-        for number, handler in before.items():
-            signal.signal(number, handler)
+    with handling_stops(on_signal):
+        try:
+            yield ranks, signals
+        finally:
+            for rank in ranks:
+                rank.kill()
 
 
 def _wait(ranks: list[BaseProcess]) -> dict[int, int]:
@@ -169,9 +164,7 @@ def _outcome(codes: dict[int, int], records: dict[int, dict[str, Any]], signals:
     errors = sorted((each["order"], rank) for rank, each in records.items() if "what" in each)
     has_own = bool(errors) and errors[0][0] == _OWN_FAULT
     silent = {rank: code for rank, code in codes.items() if code and rank not in records}
-    killed = {
-        rank: code for rank, code in silent.items() if code <= 128 and not (signals and -code in _STOPS)
-    }
+    killed = {rank: code for rank, code in silent.items() if code <= 128 and not (signals and -code in STOPS)}
     if killed and not has_own:
         rank, code = next(iter(killed.items()))
         raise RunFailure(
@@ -193,9 +186,9 @@ def _rank_main(launcher: int, target: Callable[..., int], *args: object) -> None
     """Runs one rank; writes what it returns or raises where the launcher reads it."""
     # A killed launcher releases the run's lock, so its ranks must end with it or not start at all.
     end_with_parent(signal.SIGKILL, launcher)
-    for number in _STOPS:
+    for number in STOPS:
         signal.signal(number, signal.SIG_DFL)
-    signal.pthread_sigmask(signal.SIG_UNBLOCK, _STOPS)
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, STOPS)
     try:
         code = target(*args)
     except LostRank as error:

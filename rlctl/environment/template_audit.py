@@ -19,7 +19,6 @@ from rlctl.environment.conversation import Conversation
 from rlctl.environment.recording import Recorder
 from rlctl.environment.renderer import ChatRenderer
 from rlctl.errors import UsageError
-from rlctl.rollout.ends import unknown_end
 
 #: Kind of a piece of a sequence.
 Kind = Literal["prompt", "sampled", "observation"]
@@ -131,6 +130,27 @@ def _check_texts(found: TemplateAudit, renderer: ChatRenderer, ends: Sequence[in
     known = {str(token) for token in tokenizer.added_tokens_decoder.values()}
     if texts := sorted(set(_MARK.findall(now)) - known):
         found.add("marks_are_text", texts=", ".join(texts))
+
+
+def unknown_end(tokenizer: Any, ends: Sequence[int]) -> str | None:
+    """First special token that the chat template writes after a reply, if it writes none of `ends` there.
+
+    None if one of them ends a response, or if the template does not show how a reply ends.
+    """
+    if not tokenizer.chat_template:
+        return None
+    reply = "REPLY"
+    turns = [{"role": "user", "content": "?"}, {"role": "assistant", "content": reply}]
+    try:
+        text = tokenizer.apply_chat_template(turns, tokenize=False)
+    except Exception:  # the template accepts no replies
+        return None
+    after = tokenizer(text.rpartition(reply)[2], add_special_tokens=False)["input_ids"]
+    known = set(tokenizer.added_tokens_decoder) - {tokenizer.unk_token_id}
+    special = [token for token in after if token in known]
+    if not special or set(special) & set(ends):
+        return None
+    return str(tokenizer.convert_ids_to_tokens(special[0]))
 
 
 def _play(found: TemplateAudit, renderer: ChatRenderer, end: int, name: str, said: str, role: str) -> None:

@@ -1,4 +1,13 @@
-"""Builds vLLM engines from the spec of a run: in this process or clients of servers. Imports no vLLM."""
+"""Builds vLLM engines from the spec of a run: in this process or clients of servers. Imports no vLLM.
+
+completions             base of both: requests → sampling parameters, vLLM's lists → turns
+  vllm                  an engine in this process; isolates the state that vLLM changes
+    tensor_parallel     several ranks share one; vllm_workers: parts of it on CPUs
+  vllm_server           a client of servers: sampling, also in flight; syncs
+    replicas            starts, watches and restarts servers; server_process: each, here or through Ray
+    server_access       the key of a server, and whether its engine works
+    weights             new weights as files; weight_broadcast: without files
+"""
 
 from __future__ import annotations
 
@@ -23,7 +32,7 @@ from rlctl.rollout.protocol import EngineContext, ExpectedWeights, sampling_of
 from rlctl.rollout.replicas import Replicas, ReplicaSettings
 from rlctl.rollout.server_access import KEY, ask
 from rlctl.rollout.server_process import RayHost, ray_hosts
-from rlctl.rollout.vllm import TrainedVLLMRollout, VLLMRollout
+from rlctl.rollout.vllm import VLLMRollout
 from rlctl.rollout.vllm_server import GENERATE, VLLMServerRollout
 from rlctl.rollout.weight_broadcast import WeightBroadcast, transfer_backend
 from rlctl.rollout.weights import PublishedWeights, VersionedDir
@@ -53,7 +62,7 @@ def build_vllm(context: EngineContext) -> VLLMRollout | VLLMServerRollout:
         raise UsageError(what, where="rollout.dtype", fix=f"write bf16; or {MERGE_LORA}")
     if rollout.mode == "server":
         return _on_servers(context)
-    return TrainedVLLMRollout(
+    return VLLMRollout(
         context.model_path,
         context.tokenizer,
         training_options(spec, reads_images=reads_more_than_text(context.model.config)),
@@ -124,9 +133,7 @@ def replica_settings(spec: RunSpec, *, reads_images: bool = False) -> ReplicaSet
         options,
         first_gpu=trainers if on_gpus else None,
         host=LOOPBACK if spec.trainer.nnodes == 1 else os.environ.get(NODE_ADDRESS, LOOPBACK),
-        start_timeout=server.start_timeout,
-        answer_timeout=server.answer_timeout,
-        max_restarts=server.max_restarts,
+        server=server,
     )
 
 
@@ -157,7 +164,7 @@ def _on_servers(context: EngineContext) -> VLLMServerRollout:
                 raise vllm_missing(ModuleNotFoundError(name="vllm"))
             logs = context.run_dir / ENGINE_LOGS / (f"node-{node}" if node else "")
             settings = replica_settings(spec, reads_images=reads_more_than_text(context.model.config))
-            replicas = Replicas(server.replicas, settings, published.latest, logs, hosts)
+            replicas = Replicas(settings, published.latest, logs, hosts)
     if is_main and spec.syncs_adapter:
         adapters = VersionedDir(directory)
     urls = [url.rstrip("/") for url in server.urls]

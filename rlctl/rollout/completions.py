@@ -13,8 +13,7 @@ from numpy.typing import NDArray
 
 from rlctl.batch import FINISH_REASONS, TokenLists, Turn
 from rlctl.errors import EnvironmentFailure, RunFailure, one_line
-from rlctl.rollout.ends import end_ids
-from rlctl.rollout.protocol import Request, Sampling, synced
+from rlctl.rollout.protocol import Request, Sampling, end_ids, synced
 
 Column = NDArray[Any]
 VLLMDtype = Literal["fp32", "bf16"]

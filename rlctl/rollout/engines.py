@@ -180,13 +180,7 @@ def hf(context: EngineContext) -> RolloutEngine:
     from rlctl.rollout.hf import HFRollout
 
     rollout = context.spec.rollout
-    return HFRollout(
-        context.model,
-        context.tokenizer,
-        context.device,
-        max_num_seqs=rollout.max_num_seqs,
-        dtype=rollout.dtype,
-    )
+    return HFRollout(context.model, context.tokenizer, context.device, rollout.max_num_seqs, rollout.dtype)
 
 
 @ROLLOUT_ENGINES.register(

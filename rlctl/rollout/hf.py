@@ -30,8 +30,7 @@ from transformers import (
 from rlctl.algos.segments import Segments
 from rlctl.batch import TokenLists, Turn
 from rlctl.prefix import body_of, can_share_prefix, equal_beginnings, shared_prefix, shortest_window
-from rlctl.rollout.ends import end_ids
-from rlctl.rollout.protocol import ExpectedWeights, Policy, Request, Sampling, synced
+from rlctl.rollout.protocol import ExpectedWeights, Policy, Request, Sampling, end_ids, synced
 from rlctl.routing import REPLAY, Mixture, Routing
 
 RolloutDtype = Literal["fp32", "bf16", "int8"]

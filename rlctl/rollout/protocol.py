@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn, Protocol
 
 from rlctl.batch import FINISH_REASONS, Turn
-from rlctl.errors import RunFailure
+from rlctl.errors import RunFailure, UsageError
 from rlctl.lazy import torch
 
 if TYPE_CHECKING:
@@ -180,6 +180,24 @@ def synced(policy_version: int | None) -> int:
     if policy_version is None:
         raise RunFailure("the last weight sync to the rollout engine failed: it holds old and new weights")
     return policy_version
+
+
+def end_ids(tokenizer: Any, generation_config: Any) -> list[int]:
+    """Ids of all tokens that end a response: those of the tokenizer and of the model's generation config.
+
+    Raises:
+        UsageError: there is none.
+    """
+    ids: dict[int, None] = {}  # an ordered set
+    for named in (tokenizer.eos_token_id, generation_config.eos_token_id):
+        if named is not None:
+            ids.update(dict.fromkeys([named] if isinstance(named, int) else named))
+    if not ids:
+        raise UsageError(
+            "neither the tokenizer nor the model's generation config names an end-of-sequence token",
+            fix="set eos_token in tokenizer_config.json",
+        )
+    return list(ids)
 
 
 def step_seed(seed: int, step: int, purpose: str = "train") -> int:

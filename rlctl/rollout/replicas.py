@@ -19,6 +19,7 @@ from typing import Any
 import httpx
 
 from rlctl.errors import EnvironmentFailure, RunFailure, UsageError
+from rlctl.processes import LOOPBACK
 from rlctl.rollout.completions import MERGE_LORA
 from rlctl.rollout.server_access import (
     HOST,
@@ -30,6 +31,7 @@ from rlctl.rollout.server_access import (
     probe_interval,
 )
 from rlctl.rollout.server_process import SERVE, LocalServer, RayHost, server_port
+from rlctl.spec.rollout import ServerSpec
 
 _WATCH_S = 0.5
 _HEALTH_S = 5.0
@@ -44,17 +46,13 @@ class ReplicaSettings:
         options: options of vLLM, see `vllm_options`.
         first_gpu: first GPU of the replicas; lower ones belong to the trainer. None: there are no GPUs.
         host: address of this machine at which every rank reaches the replicas.
-        start_timeout: seconds within which a replica must respond after its start.
-        answer_timeout: seconds after which a replica whose engine produces no token is stopped and restarted.
-        max_restarts: limit for all replicas together.
+        server: number, time limits and restarts of the replicas.
     """
 
     options: Mapping[str, Any]
     first_gpu: int | None = None
-    host: str = "127.0.0.1"
-    start_timeout: float = 600.0
-    answer_timeout: float = 120.0
-    max_restarts: int = 3
+    host: str = LOOPBACK
+    server: ServerSpec = field(default_factory=ServerSpec)
 
     def arguments(self, model: Path | str) -> list[str]:
         """Arguments of `vllm serve`, except host and port."""
@@ -101,10 +99,9 @@ class Replicas:
     """Servers on this machine or on `hosts`, all monitored by one thread.
 
     Args:
-        count: number of servers on this machine; with `hosts`, one server per host.
         model: returns the directory that a starting server loads: the newest weights.
         log_dir: directory of the servers' logs, `engine-<i>.log`.
-        hosts: host of each server; None: this machine.
+        hosts: host of each server; None: `server.replicas` of them on this machine.
 
     Raises:
         UsageError: `settings.host` is not an address of this machine.
@@ -112,21 +109,20 @@ class Replicas:
 
     def __init__(
         self,
-        count: int,
         settings: ReplicaSettings,
         model: Callable[[], Path],
         log_dir: Path,
         hosts: Sequence[RayHost] | None = None,
     ) -> None:
-        self._settings, self._model, self._hosts = settings, model, hosts
+        self._settings, self._server, self._model, self._hosts = settings, settings.server, model, hosts
         log_dir.mkdir(parents=True, exist_ok=True)
         where = [(host.host, host.port) for host in hosts or ()]
-        where = where or [(settings.host, server_port(settings.host)) for _ in range(count)]
+        where = where or [(settings.host, server_port(settings.host)) for _ in range(self._server.replicas)]
         self._replicas = [
             _Replica(index, host, port, log_dir / f"engine-{index}.log")
             for index, (host, port) in enumerate(where)
         ]
-        self._restarts_left, self._patience = settings.max_restarts, settings.answer_timeout
+        self._restarts_left, self._patience = self._server.max_restarts, self._server.answer_timeout
         self._failure: RunFailure | None = None
         self._is_closing = threading.Event()
         self._watcher = threading.Thread(target=self._watch, name="replicas", daemon=True)
@@ -149,7 +145,7 @@ class Replicas:
             UsageError: vLLM cannot run adapters of this model.
         """
         self._watcher.start()  # starts them, because a server ends with the thread that started it
-        deadline = time.monotonic() + self._settings.start_timeout
+        deadline = time.monotonic() + self._server.start_timeout
         for replica in self._replicas:
             while not replica.is_ready.wait(_WATCH_S):
                 if self._failure or time.monotonic() > deadline:
@@ -166,13 +162,13 @@ class Replicas:
     @contextlib.contextmanager
     def loading(self, seconds: float) -> Iterator[None]:
         """Context in which engines load weights, and may produce no tokens for this long."""
-        self._patience = max(seconds, self._settings.answer_timeout)
+        self._patience = max(seconds, self._server.answer_timeout)
         try:
             yield
         finally:
             for replica in self._replicas:
                 replica.heard = time.monotonic()
-            self._patience = self._settings.answer_timeout
+            self._patience = self._server.answer_timeout
 
     def check(self) -> None:
         """Raises the failure of the monitoring thread, if there is one.
@@ -213,7 +209,7 @@ class Replicas:
             now = time.monotonic()
             if was_ready and now < replica.ask_at:
                 return
-            interval = probe_interval(self._settings.answer_timeout)
+            interval = probe_interval(self._server.answer_timeout)
             if _works(replica, interval):
                 replica.is_ready.set()
                 replica.heard = now

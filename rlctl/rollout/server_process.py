@@ -182,6 +182,7 @@ def ray_hosts(count: int, gpus: int, trainer_gpus: int, seconds: float) -> Itera
     Raises:
         EnvironmentFailure: Ray is not installed, there is no cluster, or too few of its resources are free.
     """
+    address = os.environ.get("RAY_ADDRESS", "auto")
     try:
         import ray
         from ray.util.placement_group import placement_group, remove_placement_group
@@ -189,17 +190,14 @@ def ray_hosts(count: int, gpus: int, trainer_gpus: int, seconds: float) -> Itera
             NodeAffinitySchedulingStrategy,
             PlacementGroupSchedulingStrategy,
         )
-    except ImportError as error:
-        what = f"Ray cannot be imported: {one_line(error)}"
-        raise EnvironmentFailure(what, where="rollout.server.placement: ray", fix=_INSTALL) from error
-    address = os.environ.get("RAY_ADDRESS", "auto")
-    was_connected = ray.is_initialized()
-    if not was_connected:
-        try:
+
+        if not (was_connected := ray.is_initialized()):
             ray.init(address=address, log_to_driver=False, logging_level="ERROR")
-        except Exception as error:  # ConnectionError, RuntimeError, ValueError
-            what = f"no Ray cluster answers at {address}: {one_line(error)}"
-            raise EnvironmentFailure(what, where="rollout.server.placement: ray", fix=_INSTALL) from error
+    except Exception as error:  # of the cluster: ConnectionError, RuntimeError, ValueError
+        is_missing = isinstance(error, ImportError)
+        what = "Ray cannot be imported" if is_missing else f"no Ray cluster answers at {address}"
+        where = "rollout.server.placement: ray"
+        raise EnvironmentFailure(f"{what}: {one_line(error)}", where=where, fix=_INSTALL) from error
     actor: Any = ray.remote(_Actor)
     kept: list[Any] = []
     group = None

@@ -13,7 +13,6 @@ from typing import Any
 import numpy as np
 import torch
 from pydantic import ValidationError
-from torch import Tensor
 from transformers import PreTrainedModel
 
 from rlctl.errors import (
@@ -41,33 +40,44 @@ from rlctl.spec.keys import closest
 #: Size of the key-value cache on a CPU in GiB, unless VLLM_CPU_KVCACHE_SPACE is set.
 CPU_CACHE_GIB = "2"
 CPU_WORKER = "rlctl.rollout.vllm_workers.NamedCPUWorker"
+#: Pattern of an error → what vLLM refuses, the key to change (None: the model), and what to write instead.
+_REFUSALS = {
+    "does not support LoRA": ("vLLM refuses the adapter", None, MERGE_LORA),
+    "(?i)gpu.memory.utilization": ("vLLM does not start", "rollout.gpu_memory_utilization", None),
+    "(?i)auxoutput|routed.experts": (
+        *("vLLM cannot report experts here", "actor.routing_replay"),
+        "set it to false, or rollout.name: hf",
+    ),
+}
 
 
 class VLLMRollout(CompletionRollout):
-    """A `ResponseSampler` on vLLM's offline engine, which loads its weights from files."""
+    """A `RolloutEngine` on vLLM's offline engine."""
 
     def __init__(
         self,
         model_path: str,
         tokenizer: Any,
         options: Mapping[str, Any],
+        expected: ExpectedWeights | None = None,
         *,
         seed: int = 0,
         revision: str | None = None,
-        reads_weights: bool = True,
         sleeps: bool = False,
     ) -> None:
         """Loads the model into a new engine.
 
         Args:
             model_path: directory or hub id.
-            options: further arguments of vLLM's `LLM`, see `vllm_options`.
+            options: further arguments of vLLM's `LLM`, see `vllm_options`. With `enable_lora`, the engine
+                applies the policy's adapter itself: it receives the frozen base once, and A and B at every
+                sync.
+            expected: weights that a sync must provide before sampling; None: they are read from `model_path`.
+                If they are given, `tensor_parallel_size` is the number of ranks whose GPUs share the model:
+                above 1, all ranks of torch's process group create such an engine, and later sync weights,
+                release and finish together.
             seed: seed of the engine; each response has a separate seed.
             revision: branch, tag or commit of a model on the hub; None: the main one.
-            reads_weights: read weights from `model_path`; otherwise a sync must provide them before sampling.
-                Then `tensor_parallel_size` is the number of ranks whose GPUs share the model: above 1, all
-                ranks of torch's process group create such an engine, and later sync weights, release and
-                finish together.
             sleeps: free the GPU's memory between sampling phases, see `release`.
 
         Raises:
@@ -82,8 +92,9 @@ class VLLMRollout(CompletionRollout):
                 from vllm import LLM
         except Exception as error:  # the import loads drivers, operators and other packages
             raise vllm_missing(error) from error
-        self._sleeps = sleeps and torch.cuda.is_available()
-        num_ranks = 1 if reads_weights else options.get("tensor_parallel_size", 1)
+        self._expected, self._sleeps = expected, sleeps and torch.cuda.is_available()
+        self._adapters = VersionedDir(None) if expected and options.get("enable_lora") else None
+        num_ranks = options.get("tensor_parallel_size", 1) if expected else 1
         try:
             arguments = {
                 "model": model_path,
@@ -92,7 +103,7 @@ class VLLMRollout(CompletionRollout):
                 "tokenizer_revision": revision,
                 "enable_sleep_mode": self._sleeps,
             }
-            if not reads_weights:
+            if expected:
                 arguments |= _trained(options)
             self._group = TensorParallelGroup(num_ranks) if num_ranks > 1 else None
             config = _generation_config(model_path, revision, options.get("trust_remote_code", False))
@@ -100,11 +111,11 @@ class VLLMRollout(CompletionRollout):
                 self._llm: Any = LLM(**arguments | dict(options))
         except Exception as error:
             raise _not_started(model_path, error) from error
-        super().__init__(tokenizer, config, policy_version=0 if reads_weights else None)
+        super().__init__(tokenizer, config, policy_version=None if expected else 0)
         self._adapter: Any = None  # vLLM's request object of the adapter to sample with
         self._asleep: set[str] = set()
         self.sleeping_bytes = 0  # GPU memory that it frees while it sleeps
-        self.release(weights_follow=not reads_weights)
+        self.release(weights_follow=expected is not None)
 
     @property
     def description(self) -> str:
@@ -120,6 +131,8 @@ class VLLMRollout(CompletionRollout):
         with self._isolated.running():
             self._llm.llm_engine.engine_core.shutdown()
         del self._llm
+        if self._adapters:
+            self._adapters.close()
 
     def _complete(self, requests: Sequence[Request], sampling: Sampling) -> list[Completion]:
         asked = [(list(request.token_ids), self._parameters(sampling, request)) for request in requests]
@@ -154,10 +167,11 @@ class VLLMRollout(CompletionRollout):
 
         Args:
             weights_follow: all weights are synced before the next sampling, so they are discarded; otherwise
-                they are copied to the host and back.
+                they are copied to the host and back, as is the base of an adapter, which is synced only once.
         """
         if not self._sleeps or self._asleep:
             return
+        weights_follow = weights_follow and self._adapter is None
         if weights_follow:
             self._policy_version = None  # sampling is an error until they are synced
         with self._isolated.running():
@@ -174,46 +188,17 @@ class VLLMRollout(CompletionRollout):
             self._llm.wake_up(tags=tags)
             self._asleep -= set(tags)
 
-
-class TrainedVLLMRollout(VLLMRollout):
-    """A `RolloutEngine` on vLLM's offline engine: the trainer provides the weights.
-
-    Args:
-        model_path, tokenizer: as for `VLLMRollout`.
-        options: as for `VLLMRollout`. With `enable_lora`, the engine applies the policy's adapter itself: it
-            receives the frozen base once, and A and B at every sync.
-    """
-
-    def __init__(
-        self,
-        model_path: str,
-        tokenizer: Any,
-        options: Mapping[str, Any],
-        expected: ExpectedWeights,
-        **more: Any,
-    ) -> None:
-        self._expected = expected
-        self._adapters = VersionedDir(None) if options.get("enable_lora") else None
-        super().__init__(model_path, tokenizer, options, reads_weights=False, **more)
-
-    def close(self) -> None:
-        """See `RolloutEngine.close`."""
-        super().close()
-        if self._adapters:
-            self._adapters.close()
-
-    def release(self, *, weights_follow: bool) -> None:
-        """See `VLLMRollout.release`; with an adapter, the base is kept, because it is synced only once."""
-        super().release(weights_follow=weights_follow and not (self._adapters and self._adapter))
-
     def sync_weights(self, policy: Policy, policy_version: int) -> None:
         """See `RolloutEngine.sync_weights`; cached keys and values of the old weights are dropped."""
+        assert self._expected is not None
         self._policy_version = None
         try:
             with self._isolated.running():
                 self._wake("weights")
                 if self._adapter is None:  # the base of an adapter does not change
-                    self._reload(policy.weights(merged=self._adapters is None))
+                    named_tensors = self._expected.in_files(policy.weights(merged=self._adapters is None))
+                    weights = ((name, tensor) for names, tensor in named_tensors for name in names)
+                    self._llm.collective_rpc("reload_weights", kwargs={"weights_iterator": weights})
                 if self._adapters is not None:
                     self._adopt(policy.adapter(), self._adapters)
                 if self._llm.reset_prefix_cache() is False:
@@ -225,12 +210,6 @@ class TrainedVLLMRollout(VLLMRollout):
                 f"vLLM did not load the new weights: {one_line(error)}", where="engine vllm"
             ) from error
         self._policy_version = policy_version
-
-    def _reload(self, named_tensors: Iterator[tuple[str, Tensor]]) -> None:
-        weights = (
-            (name, tensor) for names, tensor in self._expected.in_files(named_tensors) for name in names
-        )
-        self._llm.collective_rpc("reload_weights", kwargs={"weights_iterator": weights})
 
     def _adopt(self, adapter: SavedAdapter, versions: VersionedDir) -> None:
         """Replaces the previous adapter.
@@ -321,20 +300,15 @@ def _not_started(model_path: str, error: Exception) -> RlctlError:  # noqa: PLR0
         near = closest(unknown[1], names)
         fix = f"write {near}" if near else "leave it out"
         return UsageError("vLLM has no such option", where=f"rollout.engine_kwargs.{unknown[1]}", fix=fix)
-    if isinstance(error, ValidationError) and (location := error.errors()[0]["loc"]):
-        where = ".".join(["rollout.engine_kwargs", *map(str, location)])
-        found = error.errors()[0]
+    if isinstance(error, ValidationError) and (found := error.errors()[0])["loc"]:
+        where = ".".join(["rollout.engine_kwargs", *map(str, found["loc"])])
         return UsageError(f"vLLM's option {in_words(found)}, got {found['input']!r}", where=where)
     if isinstance(error, TypeError) and "'str'" in str(error):  # it computes with the option
         what = f"vLLM needs a number for one of these options: {one_line(error)}"
         return UsageError(what, where="rollout.engine_kwargs", fix="correct the option that is a text")
-    if "does not support LoRA" in str(error):
-        return UsageError(f"vLLM refuses the adapter: {one_line(error)}", where=model_path, fix=MERGE_LORA)
-    if re.search(r"(?i)gpu.memory.utilization", str(error)):
-        return UsageError(f"vLLM does not start: {one_line(error)}", where="rollout.gpu_memory_utilization")
-    if re.search(r"(?i)auxoutput|routed.experts", str(error)):
-        what = f"vLLM cannot report experts here: {one_line(error)}"
-        return UsageError(what, where="actor.routing_replay", fix="set it to false, or rollout.name: hf")
+    for pattern, (what, key, instead) in _REFUSALS.items():
+        if re.search(pattern, str(error)):
+            return UsageError(f"{what}: {one_line(error)}", where=key or model_path, fix=instead)
     if isinstance(error, ValueError):  # includes pydantic's errors, about the model or the options
         return UsageError(f"vLLM refuses the model: {one_line(error)}", where=model_path)
     return EnvironmentFailure(

@@ -155,7 +155,8 @@ class VLLMServerRollout(CompletionRollout):
         with failing_together(self._agree):
             # An engine that hangs is found before it should load. In flight, this would wait for open ones.
             if self._rank == 0 and self._newest.tag and not self._in_flight:
-                self._loop.run(self._everywhere(self._probe, self._answer_timeout))
+                probe = partial(self._send, path="/v1/completions", body=ONE_TOKEN)
+                self._loop.run(self._everywhere(probe, self._answer_timeout))
         with contextlib.ExitStack() as stack:
             if self._replicas:  # broadcasts have a time limit per chunk
                 stack.enter_context(self._replicas.loading(math.inf if self._starts_empty else _SYNC_S))
@@ -368,12 +369,10 @@ class VLLMServerRollout(CompletionRollout):
             RunFailure: the group cannot be formed, and a broadcast is required.
         """
         try:
-            tags = (
-                self._loop.run(self._everywhere(self._tag, self._answer_timeout))
-                if broadcast.is_connected
-                else []
-            )
-            if set(tags) != {self._newest.tag}:  # a restarted server is not in the group any more
+            found: list[str] = []
+            if broadcast.is_connected:
+                found = self._loop.run(self._everywhere(self._tag, self._answer_timeout))
+            if set(found) != {self._newest.tag}:  # a restarted server is not in the group any more
                 broadcast.connect()
         except RunFailure as error:
             if self._needs_broadcast:
@@ -387,9 +386,6 @@ class VLLMServerRollout(CompletionRollout):
     ) -> list[_Result]:
         async with self._client(timeout=_SYNC_S) as client:
             return await self._unless_silent((call(client, url) for url in self._urls), patience)
-
-    async def _probe(self, client: httpx.AsyncClient, url: str) -> None:
-        await self._send(client, url, "/v1/completions", ONE_TOKEN)
 
     async def _unless_silent(self, work: Iterable[Awaitable[_Result]], patience: float) -> list[_Result]:
         """Returns the results; meanwhile checks regularly that every server's engine works.

@@ -307,8 +307,8 @@ class Guardrails:
             return ()
         spec = self._run.spec
         try:
-            run = RunLog(self._run.run_dir, _table(logged, self._wanted), spec, facts=facts_of(spec))
-            found = examine(run).findings
+            table = Table.of_rows(logged, self._wanted.__contains__)
+            found = examine(RunLog(self._run.run_dir, table, spec, facts=facts_of(spec))).findings
         except Exception as error:  # a fault in a rule must not end a healthy run
             self._notices.once("fault", f"a diagnosis rule failed, no rule was evaluated: {error!r}")
             return ()
@@ -325,16 +325,3 @@ def _last(logged: Sequence[Mapping[str, float]], key: str) -> NDArray[np.float64
     """The last `WINDOW` values, or all if there are fewer; NaN where none or no finite one was logged."""
     values = np.array([metrics.get(key, np.nan) for metrics in logged[-WINDOW:]])
     return np.where(np.isfinite(values), values, np.nan)
-
-
-def _table(logged: Sequence[Mapping[str, float]], wanted: MetricFilter) -> Table:
-    """The wanted metrics as the rules read them."""
-    steps = np.array([metrics["step"] for metrics in logged], dtype=np.int64)
-    columns, nonfinite = {}, {}
-    for key in filter(wanted.__contains__, set().union(*logged)):
-        values = np.array([metrics.get(key, np.nan) for metrics in logged])
-        is_finite = np.isfinite(values)
-        columns[key] = np.where(is_finite, values, np.nan)
-        if bad := [index for index in np.flatnonzero(~is_finite) if key in logged[index]]:
-            nonfinite[key] = steps[bad]
-    return Table(steps, columns, nonfinite)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import copy
-from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -19,12 +18,12 @@ from rlctl.engine.protocol import CriticEngine, ReferencePolicy, Teacher, TrainE
 from rlctl.engine.ranks import Ranks
 from rlctl.engine.sequence_parallel import SequenceParallel, share_rows
 from rlctl.engine.served_teacher import ServedTeacher
+from rlctl.environment.template_audit import Findings, unknown_end
 from rlctl.errors import UsageError
 from rlctl.prefix import body_of
-from rlctl.rollout.ends import end_ids, unknown_end
 from rlctl.rollout.engines import EngineContext, build_rollout
 from rlctl.rollout.hf import DTYPES, into_precision
-from rlctl.rollout.protocol import EngineLock, InFlightRollout, LockedRollout
+from rlctl.rollout.protocol import EngineLock, InFlightRollout, LockedRollout, end_ids
 from rlctl.routing import REPLAY, Mixture
 from rlctl.spec.algorithm import ActorSpec, CriticSpec
 from rlctl.spec.run_spec import RunSpec
@@ -90,12 +89,9 @@ def build_models(
 
     def load_other(path: str | None, key: str, settings: Settings) -> Any:
         """Loads another model from `path`; None: from the policy's path."""
-        partition = PartitionedLoading(settings) if partitions else None
+        loading = _loading(spec) | {"partition": PartitionedLoading(settings) if partitions else None}
         revision = spec.model.revision if path in {None, spec.model.path} else None
-        where = path or model_path
-        other = load_other_model(
-            where, tokenizer, key=key, revision=revision, partition=partition, **_loading(spec)
-        )
+        other = load_other_model(path or model_path, tokenizer, key=key, revision=revision, **loading)
         _refuse_unfit(other, spec)
         return other
 
@@ -106,23 +102,21 @@ def build_models(
     # With LoRA, the base model without adapters is the initial policy: no second copy is needed.
     if spec.needs_reference and (spec.ref.path or not spec.model.lora_rank):
         ref = frozen(spec.ref.path, "ref.path")
-    teacher = _teacher(spec, tokenizer, ranks, frozen)
+    teacher: Teacher | None = None
+    if (path := spec.algorithm.teacher.path) and spec.algorithm.teacher.is_served:
+        teacher = ServedTeacher(path, tokenizer, ranks.device, max_length=spec.max_length)
+    elif path:
+        teacher = frozen(path, "algorithm.teacher.path")
     critic = None
     if spec.trains_critic:
         critics = _training(spec, spec.critic)
         critic_model = load_other(spec.critic.path, "critic.path", critics)
         critic = build_training_engine(spec.engine.name, TrainContext(critic_model, ranks, critics))
     if spec.model.lora_rank:
-        add_lora(
-            model,
-            rank=spec.model.lora_rank,
-            alpha=spec.model.lora_alpha,
-            target_modules=spec.model.target_modules,
-        )
+        add_lora(model, spec.model.lora_rank, spec.model.lora_alpha, spec.model.target_modules)
         if spec.model.lora_adapter_path:
             load_adapter(model, spec.model)
-    training = _training(spec, spec.actor)
-    training["sequence"] = sequence
+    training = _training(spec, spec.actor) | {"sequence": sequence}
     context = TrainContext(model, ranks, training, temperature=spec.rollout.temperature)
     actor = build_training_engine(spec.engine.name, context)
     base = BasePolicy(actor, model) if spec.model.lora_rank else None
@@ -131,21 +125,9 @@ def build_models(
     lock = EngineLock()
     offloadable = OffloadedBase(model) if spec.engine.offload_base else None
     trainers = LockedRollout(rollout, lock, first=True, offloadable=offloadable)
-    in_flight = spec.rollout.in_flight
-    ahead = InFlightRollout(rollout) if in_flight else LockedRollout(rollout, lock, first=False)
+    ahead = InFlightRollout(rollout) if spec.rollout.in_flight else LockedRollout(rollout, lock, first=False)
     notes = _endless(tokenizer, end_ids(tokenizer, model.generation_config))
     return Models(tokenizer, trainers, ahead, actor, base, ref, teacher, critic, data_ranks, notes)
-
-
-def _teacher(
-    spec: RunSpec, tokenizer: Any, ranks: Ranks, frozen: Callable[[str, str], Teacher]
-) -> Teacher | None:
-    teacher = spec.algorithm.teacher
-    if teacher.path is None:
-        return None
-    if teacher.is_served:
-        return ServedTeacher(teacher.path, tokenizer, ranks.device, max_length=spec.max_length)
-    return frozen(teacher.path, "algorithm.teacher.path")
 
 
 def _frozen(spec: RunSpec, model: Any, ranks: Ranks, sequence: SequenceParallel | None) -> Teacher:
@@ -170,13 +152,10 @@ def _rounded(model: Any, spec: RunSpec) -> Any:
 
 
 def _endless(tokenizer: Any, ends: list[int]) -> list[str]:
-    if not (token := unknown_end(tokenizer, ends)):
-        return []
-    return [
-        f"warning: the chat template ends a reply with {token}, which is not a stop token: responses may run "
-        "to data.max_response_length. Name it in tokenizer_config.json (eos_token) or "
-        "generation_config.json (eos_token_id)"
-    ]
+    audit = Findings()
+    if token := unknown_end(tokenizer, ends):
+        audit.add("end_of_turn", token=token)
+    return [f"warning: {found.what}; {found.fix}" for found in audit.findings]
 
 
 def _training(spec: RunSpec, of: ActorSpec | CriticSpec) -> Settings:

@@ -15,7 +15,6 @@ from rlctl.algos.score_centering import expected_score
 from rlctl.algos.segments import Segments, Sums
 from rlctl.batch import TokenBatch
 from rlctl.engine.protocol import PolicyOutput
-from rlctl.errors import RunFailure
 from rlctl.routing import balance_loss
 from rlctl.train.settings import UpdateSettings
 
@@ -66,17 +65,13 @@ def actor_loss(
     keep, rules = correction.keep, settings.rules
     unit = rules.segments(micro.units, "sequence")
     counted = keep if rules.loss_denominator == "after_rejection" else torch.ones_like(keep)
-    counts = whole.num_tokens, whole.num_responses
-    c = coefficients(settings.actor.loss_agg_mode, keep, counted, unit, *counts, horizon=settings.horizon)[
-        keep
-    ]
+    counts, mode = (whole.num_tokens, whole.num_responses), settings.actor.loss_agg_mode
+    c = coefficients(mode, keep, counted, unit, *counts, horizon=settings.horizon)[keep]
     assert micro.old_log_probs is not None
     assert micro.advantages is not None
     log_probs, old, advantages = (x[keep] for x in (output.log_probs, micro.old_log_probs, micro.advantages))
     kept_unit = unit.kept(keep)
-    weights = None
-    if settings.weights_are_applied:
-        weights = correction.weights[keep] / whole.factor
+    weights = correction.weights[keep] / whole.factor if settings.weights_are_applied else None
     policy = policy_loss(whole.loss, log_probs, old, advantages, kept_unit, weights)
     loss = pg_loss = (c * policy.values).sum()
     sums = no_sums(keep.device)
@@ -147,15 +142,9 @@ def _teacher_kl(
 def _expected_scores(
     micro: TokenBatch, output: PolicyOutput, keep: Tensor, settings: UpdateSettings
 ) -> tuple[Tensor, Tensor]:
-    """`expected_score` at each kept token, and the probability of the tokens that the sampler listed (M,).
-
-    Raises:
-        RunFailure: the rollout engine listed no tokens.
-    """
-    if micro.most_likely is None or output.most_likely is None:
-        key = "algorithm.rollout_correction.score_centering"
-        what, fix = "the rollout engine did not list the most likely tokens", "set rollout.name: hf or vllm"
-        raise RunFailure(what, where=key, fix=fix)
+    """`expected_score` at each kept token, and the probability of the tokens that the sampler listed (M,)."""
+    assert micro.most_likely is not None
+    assert output.most_likely is not None
     _, rollout_log_probs = micro.most_likely.padded()
     expected = expected_score(output.most_likely[keep], rollout_log_probs[keep], settings.rules.weight)
     return expected, rollout_log_probs.exp().sum(-1)

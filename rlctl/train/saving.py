@@ -35,7 +35,6 @@ from rlctl.files import write_text
 from rlctl.metric_names import validation_rewards
 from rlctl.spec.base import seconds
 from rlctl.spec.model_size import checkpoint_bytes
-from rlctl.track.jsonl import METRICS_FILE
 from rlctl.track.run_dir import SUMMARY_FILE
 from rlctl.train.run import is_due, is_sync_due
 from rlctl.train.stream import PromptDraws
@@ -114,7 +113,7 @@ def save_checkpoint(run: Run, step: int, best: int | None = None) -> None:
     root = run.run_dir / CHECKPOINTS
     if run.rollout_writer:  # a resumed run does not repeat these steps: store their rollouts
         run.rollout_writer.flush()
-    has = {"critic": run.critic, "waiting": run.stream.is_ahead, ADAPTER: spec.model.lora_rank}
+    has = {"critic": run.critic, "waiting": spec.batches_ahead > 0, ADAPTER: spec.model.lora_rank}
     has["draws"] = run.draws is not None
     if ranks.is_main:
         with writing(root, step):
@@ -287,13 +286,6 @@ def best_validation(history: Iterable[Mapping[str, float]]) -> tuple[int, float]
     trained = (metrics for metrics in history if metrics["step"] > 0)
     scored = [(int(m["step"]), score) for m in trained if (score := validation_score(m)) is not None]
     return max(scored, key=lambda pair: pair[1], default=None)
-
-
-def past_metrics(run_dir: Path) -> list[dict[str, float]]:
-    """Metrics that a resumed run logged earlier, so that its summary covers the whole run."""
-    path = run_dir / METRICS_FILE
-    rows = [json.loads(line) for line in path.read_bytes().splitlines()] if path.exists() else []
-    return [{key: float(value) for key, value in row.items() if key != "timestamp"} for row in rows]
 
 
 def _saved_best(run_dir: Path, step: int, score: float) -> dict[str, Any]:

@@ -9,7 +9,6 @@ import math
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Literal
 
 from rlctl.algos.rules import CorrectionRules, LossRule, RejectRule, WeightRule
 from rlctl.registry import CORRECTION_WEIGHTS, KL_ESTIMATORS, POLICY_LOSSES
@@ -174,32 +173,23 @@ def planned_updates(spec: RunSpec, step: int) -> int:
 
 def actor_schedule(spec: RunSpec, total_steps: int) -> Callable[[int], float]:
     """Learning rate of the policy by number of the planned update (none while a critic warms up)."""
-    return _schedule(spec, spec.actor, planned_updates(spec, total_steps + 1))
+    total = planned_updates(spec, total_steps + 1)
+    return partial(lr_at, total_updates=total, of=spec.actor, kind=spec.actor.lr_scheduler_type)
 
 
 def critic_schedule(spec: RunSpec, total_steps: int) -> Callable[[int], float]:
     """Learning rate of the critic by number of its update, with the actor's type of schedule."""
-    return _schedule(spec, spec.critic, total_steps * spec.critic_updates_per_batch)
+    total = total_steps * spec.critic_updates_per_batch
+    return partial(lr_at, total_updates=total, of=spec.critic, kind=spec.actor.lr_scheduler_type)
 
 
-def _schedule(spec: RunSpec, of: ActorSpec | CriticSpec, total_updates: int) -> Callable[[int], float]:
-    kind = spec.actor.lr_scheduler_type
-    return partial(lr_at, total_updates=total_updates, peak=of.lr, warmup=of.lr_warmup_steps, kind=kind)
+def lr_at(update: int, total_updates: int, of: ActorSpec | CriticSpec, kind: str) -> float:
+    """Learning rate of optimizer update number `update` (from 0), for a `kind` of schedule.
 
-
-def lr_at(
-    update: int,
-    total_updates: int,
-    *,
-    peak: float,
-    warmup: int,
-    kind: Literal["constant", "linear", "cosine"],
-) -> float:
-    """Learning rate of optimizer update number `update` (from 0).
-
-    Linear warm-up over the first `warmup` updates, reaching `peak` on the last of them; then constant,
+    Linear warm-up over the first `lr_warmup_steps` updates, reaching `lr` on the last of them; then constant,
     or decay to 0 at `total_updates`.
     """
+    peak, warmup = of.lr, of.lr_warmup_steps
     if update < warmup:
         return peak * (update + 1) / warmup
     if kind == "constant":

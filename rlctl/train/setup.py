@@ -14,22 +14,21 @@ from rlctl.data.prompts import PromptDataset
 from rlctl.data.read import load_rows
 from rlctl.engine.ranks import Ranks, network_notes
 from rlctl.environment.build import EpisodeSource
-from rlctl.model_files import model_directory
 from rlctl.prepare.findings import placeholder_notes
-from rlctl.prepare.hub import local_files
 from rlctl.reward.build import build_reward
 from rlctl.spec.run_spec import RunSpec
-from rlctl.tiny.game import embedded_task
 from rlctl.track.console import Startup
+from rlctl.track.open_run import RunRecord
 from rlctl.track.rollouts import RolloutWriter
 from rlctl.track.run_dir import note_in_environment
 from rlctl.track.sink import SinkInputs
 from rlctl.track.tracker import Tracker, build_tracker
 from rlctl.train.models import build_models
-from rlctl.train.preflight import check_rows, num_batches
+from rlctl.train.preflight import local_sources, num_batches
+from rlctl.train.resume import check_rows
 from rlctl.train.run import Run, is_sync_due
 from rlctl.train.sample_and_grade import sample_groups
-from rlctl.train.saving import past_metrics, restore
+from rlctl.train.saving import restore
 from rlctl.train.score_batch import kl_controller
 from rlctl.train.stop import StopRequest, Watchdog
 from rlctl.train.stream import PromptDraws, RolloutStream, places_of
@@ -53,10 +52,7 @@ def build(
         UsageError, EnvironmentFailure, RunFailure: model, data or checkpoint cannot be used.
     """
     torch.manual_seed(spec.trainer.seed)
-    if ranks.is_main:
-        _sources(spec)
-    ranks.barrier()
-    model_path, train_files, val_files = _sources(spec)
+    model_path, train_files, val_files = local_sources(spec)
     startup.phase(f"loading {spec.model.path} and starting the engines")
     models = build_models(spec, model_path, ranks, run_dir, stack)
     startup.phase("reading the prompts")
@@ -100,7 +96,11 @@ def build(
     stack.callback(run.reward.close)
     startup.stop()  # the live display follows
     run.tracker = stack.enter_context(_tracker(run, watchdog))
-    run.history = past_metrics(run_dir) if resume else []  # without steps that the tracker has removed
+    if resume and ranks.is_main:  # without steps that the tracker has removed
+        rows = RunRecord(run_dir).rows()
+        run.history = [
+            {key: float(value) for key, value in row.items() if key != "timestamp"} for row in rows
+        ]
     if run.rollout_writer:
         stack.callback(run.rollout_writer.flush)
     notes += [*changes, *network_notes()]
@@ -123,13 +123,10 @@ def _stream(run: Run, stack: contextlib.ExitStack) -> RolloutStream:
     spec, rollout, ranks = run.spec, run.spec.rollout, run.ranks
     places = places_of(spec, ranks) if rollout.in_flight else None
     executor = None
-
-    def enter() -> None:
-        if ranks.device.type == "cuda":  # a new thread starts on GPU 0, not on the GPU of this rank
-            torch.cuda.set_device(ranks.device)
-
     if rollout.max_staleness:
         threads = (1 + spec.batches_ahead) * len(places) if places else 1
+        # A new thread starts on GPU 0, not on the GPU of this rank.
+        enter = partial(torch.cuda.set_device, ranks.device) if ranks.device.type == "cuda" else None
         executor = ThreadPoolExecutor(threads, thread_name_prefix="rollouts", initializer=enter)
         stack.callback(executor.shutdown, wait=True, cancel_futures=True)
         if rollout.in_flight:  # before that: open groups end, and are sampled again in a resumed run
@@ -142,20 +139,6 @@ def _stream(run: Run, stack: contextlib.ExitStack) -> RolloutStream:
         places=places,
         in_order=not rollout.in_flight or rollout.paces,
     )
-
-
-def _sources(spec: RunSpec) -> tuple[str, list[str], list[str]]:
-    """Model directory, training files, validation files; downloads or builds what is missing."""
-    if not spec.is_embedded:
-        return model_directory(spec.model.path), *_files(spec)
-    task = embedded_task(spec)
-    train_files = spec.data.train_files or [str(task.train_file)]
-    return str(task.model_dir), train_files, spec.data.val_files or [str(task.val_file)]
-
-
-def _files(spec: RunSpec) -> tuple[list[str], list[str]]:
-    """Training and validation files, those of the hub's data sets included."""
-    return local_files(spec.data.train_files, split="train"), local_files(spec.data.val_files, split="test")
 
 
 def _prompts(files: list[str], tokenizer: Any, spec: RunSpec) -> PromptDataset:

@@ -1,4 +1,10 @@
-"""`rlctl train` without its command line: run directory, ranks, exit code."""
+"""`rlctl train` without its command line: run directory, ranks, exit code.
+
+start_run          checks, run directory, what a resumed run may change, sources; starts the ranks
+  run_rank         each rank: joins the others
+    setup.build    models and engines, prompts, graders, tracker; the state of a resumed run
+    loop.train     the steps
+"""
 
 from __future__ import annotations
 
@@ -15,24 +21,18 @@ from rlctl import leftovers
 from rlctl.engine.launch import run_ranks, under_torchrun
 from rlctl.errors import EnvironmentFailure, SpecError, UsageError
 from rlctl.files import matches
-from rlctl.model_files import hub_commit, model_directory
+from rlctl.model_files import hub_commit
 from rlctl.spec.base import seconds
 from rlctl.spec.load import RUN_SPEC_FILE, dump_spec, recorded_spec
 from rlctl.spec.model import EMBEDDED, NAMED_MODELS
 from rlctl.spec.run_spec import RunSpec
-from rlctl.tiny.game import embedded_task
 from rlctl.track.console import Startup
 from rlctl.track.jsonl import METRICS_FILE
 from rlctl.track.run_dir import claim_default_path, open_run_dir
-from rlctl.train.preflight import (
-    check_trackers,
-    compare_inputs,
-    file_fingerprints,
-    masked_values,
-    refuse_unsafe,
-)
+from rlctl.train.preflight import check_trackers, local_sources, masked_values
+from rlctl.train.resume import compare_inputs, file_fingerprints, refuse_unsafe
 from rlctl.train.stop import Watchdog, catching_signals, end_process
-from rlctl.user_code import is_file_function, split_names
+from rlctl.user_code import absolute_name, files_of, split_names
 
 if TYPE_CHECKING:
     from rlctl.engine.ranks import Ranks
@@ -40,10 +40,12 @@ if TYPE_CHECKING:
 #: Exit code if the guardrails ended the run; the same as for findings under `rlctl diagnose --fail-on`.
 STOPPED_BY_GUARDRAILS = 3
 
-#: Keys of local paths.
-_PATHS = (
-    *(("model", "path"), ("model", "lora_adapter_path")),
-    *(("critic", "path"), ("ref", "path"), ("teacher", "path")),
+#: Keys of local paths, and of lists of them.
+_PATHS = frozenset(
+    {
+        *("model.path", "model.lora_adapter_path", "critic.path", "ref.path", "algorithm.teacher.path"),
+        *("reward.model.path", "data.train_files", "data.val_files"),
+    }
 )
 
 #: Called with a step and its metrics.
@@ -98,7 +100,11 @@ def start_run(
         note(f"run directory: {run_dir}")
         target_args = (dump_spec(spec), str(run_dir), resume is not None, trains)
         try:
-            exit_code = _run(spec, target_args, note, callbacks, on_second_signal)
+            local_sources(spec, note)  # before the ranks start: their collectives would time out
+            if spec.world_size > 1 and not under_torchrun():
+                exit_code = run_ranks(spec.trainer.n_gpus_per_node, run_rank, *target_args)
+            else:
+                exit_code = run_rank(*target_args, callbacks, on_second_signal)
             if exit_code > 128 and not resume:
                 _remove_unused(run_dir)
             return run_dir, exit_code
@@ -128,22 +134,6 @@ def changes_of(run_dir: Path, spec: RunSpec) -> list[str]:
         SpecError: a change would make the rest of the run a different experiment.
     """
     return refuse_unsafe(recorded_spec(run_dir / RUN_SPEC_FILE), with_absolute_paths(spec))
-
-
-def _run(
-    spec: RunSpec,
-    target_args: tuple[str, str, bool, bool],
-    note: Callable[[str], None],
-    callbacks: Sequence[Callback],
-    on_second_signal: Callable[[int], None],
-) -> int:
-    if spec.is_embedded:
-        embedded_task(spec, note)
-    elif not under_torchrun():
-        model_directory(spec.model.path)  # before the ranks start: their collectives would time out
-    if spec.world_size > 1 and not under_torchrun():
-        return run_ranks(spec.trainer.n_gpus_per_node, run_rank, *target_args)
-    return run_rank(*target_args, callbacks, on_second_signal)
 
 
 def _remove_unused(run_dir: Path) -> bool:
@@ -235,39 +225,23 @@ def with_absolute_paths(spec: RunSpec) -> RunSpec:
 
     Paths that exist are local; everything else (a hub id, a missing path) stays unchanged.
     """
-    content = spec.model_dump()
-    sections = content | {"teacher": content["algorithm"]["teacher"]}
-    for section, key in _PATHS:
-        sections[section][key] = _absolute(sections[section][key])
-    for key in ("train_files", "val_files"):
-        content["data"][key] = [_absolute(path) for path in content["data"][key]]
-    content["reward"]["model"]["path"] = _absolute(content["reward"]["model"]["path"])
-    return RunSpec.model_validate(_with_absolute_functions(content))
+    return RunSpec.model_validate(_absolute(spec.model_dump()))
 
 
-def _with_absolute_functions(value: Any) -> Any:
-    """A copy of the tree in which the file of every `path/to/file.py:function` is absolute, also in lists."""
+def _absolute(value: Any, key: str = "") -> Any:
+    """A copy of the value at a dotted key, in which paths and the files of users' functions are absolute."""
     if isinstance(value, dict):
-        return {key: _with_absolute_functions(below) for key, below in value.items()}
+        return {name: _absolute(below, f"{key}.{name}".lstrip(".")) for name, below in value.items()}
     if isinstance(value, list | tuple):
-        return [_with_absolute_functions(item) for item in value]
-    if isinstance(value, str) and ".py:" in value:
-        names = split_names(value)
-        absolute = [_absolute_function(name) for name in names]
-        return value if absolute == names else ",".join(absolute)
-    return value
-
-
-def _absolute_function(name: str) -> str:
-    file, _, function = name.rpartition(":")
-    return f"{_absolute(file)}:{function}" if is_file_function(name) else name
-
-
-def _absolute(path: str | None) -> str | None:
-    """Makes an existing path absolute; returns everything else unchanged."""
-    if path is None or path == EMBEDDED or path in NAMED_MODELS or not matches(path):
-        return path
-    return str(Path(path).expanduser().resolve())
+        return [_absolute(item, key) for item in value]
+    if not isinstance(value, str):
+        return value
+    if key in _PATHS:
+        is_name = value == EMBEDDED or value in NAMED_MODELS
+        return value if is_name or not matches(value) else str(Path(value).expanduser().resolve())
+    names = split_names(value) if ".py:" in value else []
+    absolute = [absolute_name(name) if files_of(name) else name for name in names]
+    return value if absolute == names else ",".join(absolute)
 
 
 def _check_ranks(spec: RunSpec) -> None:

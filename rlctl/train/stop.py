@@ -17,7 +17,6 @@ import json
 import os
 import platform
 import shutil
-import signal
 import sys
 import threading
 import time
@@ -31,7 +30,7 @@ from rlctl import leftovers
 from rlctl.engine.launch import end_rank
 from rlctl.errors import RlctlError, RunFailure, visible
 from rlctl.files import open_to_append, write_text
-from rlctl.processes import progress
+from rlctl.processes import handling_stops, progress
 from rlctl.track.console import PHASES
 
 #: Seconds. A signal this soon after the first is a duplicate: a terminal and Slurm signal every process,
@@ -51,13 +50,18 @@ _SILENT_S = 10.0
 
 @dataclass
 class StopRequest:
-    """The signal that requested the end of the run; 0: none."""
+    """Whether the run is to end.
+
+    Attributes:
+        signal_number: the signal that requested it; 0: none.
+        at_once: end the process at the first signal: while ranks wait for one another there is nothing to
+            save.
+        is_shown: a live display shows that the run is stopping: an additional printed line would corrupt it.
+    """
 
     signal_number: int = 0
     at_once: bool = False
-    """End the process at the first signal: while ranks wait for one another there is nothing to save."""
     is_shown: bool = False
-    """Whether a live display shows that the run is stopping: an additional printed line would corrupt it."""
 
 
 def end_process(signal_number: int) -> None:
@@ -87,14 +91,8 @@ def catching_signals(on_second: Callable[[int], None] = end_process) -> Iterator
         elif time.monotonic() - first_signal_at > _DUPLICATE_S:
             on_second(number)
 
-    is_main = threading.current_thread() is threading.main_thread()
-    handled = (signal.SIGINT, signal.SIGTERM) if is_main else ()
-    before = {number: signal.signal(number, on_signal) for number in handled}
-    try:
+    with handling_stops(on_signal):
         yield request
-    finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)
 
 
 @dataclass(frozen=True, slots=True)

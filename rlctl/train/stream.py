@@ -89,11 +89,6 @@ class RolloutStream:
         self.num_restarted = 0  # episodes of the last batch that were open in the checkpoint
 
     @property
-    def is_ahead(self) -> bool:
-        """Whether groups may be waiting, which must then be saved."""
-        return self._ahead > 0
-
-    @property
     def num_open(self) -> int:
         """Number of jobs that are being sampled."""
         return sum(not job.done() for job in self._jobs.values())

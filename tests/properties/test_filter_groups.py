@@ -29,7 +29,7 @@ from rlctl.spec.load import load_spec
 from rlctl.spec.model import RECIPE
 from rlctl.spec.rollout import OverlongSpec
 from rlctl.tiny.model import build_tokenizer
-from rlctl.train.sample_and_grade import _summary, draw_next_prompts, filtered_groups
+from rlctl.train.filter_groups import _summary, draw_next_prompts, filtered_groups
 from rlctl.train.score_batch import with_advantages
 from rlctl.train.step_metrics import StepTimer, episode_sums
 from rlctl.train.stream import PromptDraws

@@ -6,14 +6,12 @@ import types
 import pyarrow as pa
 import pytest
 
-from rlctl.cli.dry_run import count_rows
 from rlctl.data.read import load_rows
 from rlctl.errors import EnvironmentFailure, UsageError
 from rlctl.evaluate.questions import load_questions
 from rlctl.prepare.hub import hub_name, local_files
 from rlctl.spec.load import load_spec
-from rlctl.train.preflight import check_inputs
-from rlctl.train.setup import _files
+from rlctl.train.preflight import check_inputs, count_rows, local_sources
 
 
 @pytest.fixture
@@ -91,7 +89,7 @@ def test_training_reads_it_prepared_and_cached(hub, tmp_path):
     assert count_rows(spec.data.train_files) is None
     assert hub.asked == [], "a dry run needs no network"
 
-    train, val = _files(spec)
+    _, train, val = local_sources(spec)
     assert hub.asked == [("openai/gsm8k", "train", "740312a"), ("openai/gsm8k", "test", None)]
     rows = load_rows(train)
     assert [row.ground_truth for row in rows] == [str(i + 1) for i in range(6)]
@@ -99,10 +97,10 @@ def test_training_reads_it_prepared_and_cached(hub, tmp_path):
     assert [row.question for row in load_rows(val)] == [f"test {i} + 1?" for i in range(3)]
     assert all(str(tmp_path / "cache") in file for file in train + val)
     before = {file: (tmp_path / file).stat().st_mtime_ns for file in train}
-    assert _files(spec) == (train, val)
+    assert local_sources(spec)[1:] == (train, val)
     assert {file: (tmp_path / file).stat().st_mtime_ns for file in train} == before, "prepared once"
     hub.rows["train"].append({"question": "New?", "answer": "#### 1"})
-    assert len(load_rows(_files(spec)[0])) == 7, "another content is prepared again"
+    assert len(load_rows(local_sources(spec)[1])) == 7, "another content is prepared again"
 
 
 def test_evaluation_takes_the_same_names(hub):

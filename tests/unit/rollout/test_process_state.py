@@ -206,7 +206,7 @@ def test_a_step_copies_weights_only_where_none_follow(monkeypatch, tmp_path, wei
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda: (Sleeper.free, 2000))
     model = random_model(1)
     model.save_pretrained(tmp_path)
-    engine = module.TrainedVLLMRollout(str(tmp_path), TOKENIZER, OPTIONS, ExpectedWeights(model))
+    engine = module.VLLMRollout(str(tmp_path), TOKENIZER, OPTIONS, ExpectedWeights(model))
     assert "max_num_seqs" not in StubLLM.asked  # vLLM's own choice
     engine._sleeps = True  # as on a GPU
 

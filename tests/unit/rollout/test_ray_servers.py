@@ -19,6 +19,7 @@ from rlctl.rollout.replicas import Replicas, ReplicaSettings
 from rlctl.rollout.server_access import KEY
 from rlctl.rollout.server_process import ray_hosts
 from rlctl.spec.load import load_spec
+from rlctl.spec.rollout import ServerSpec
 
 pytestmark = pytest.mark.skipif(importlib.util.find_spec("ray") is None, reason="Ray is not installed")
 ROOT = Path(__file__).parents[3]
@@ -98,9 +99,9 @@ def test_servers_are_placed_restarted_and_missed(
     model = tmp_path / "config"
     model.mkdir()
     (model / "config.json").write_text("{}")
-    settings = ReplicaSettings({}, start_timeout=120.0, max_restarts=1)
+    settings = ReplicaSettings({}, server=ServerSpec(start_timeout=120.0, max_restarts=1))
     with ray_hosts(2, gpus=0, trainer_gpus=0, seconds=120.0) as hosts:
-        servers = Replicas(2, settings, lambda: model, tmp_path / "logs", hosts)
+        servers = Replicas(settings, lambda: model, tmp_path / "logs", hosts)
         servers.start()
         try:
             pids = [answer(url)[0] for url in servers.urls]

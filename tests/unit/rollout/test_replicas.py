@@ -20,6 +20,7 @@ from rlctl.rollout.build_vllm import replica_settings
 from rlctl.rollout.replicas import Replicas, ReplicaSettings
 from rlctl.rollout.server_access import KEY
 from rlctl.spec.load import load_spec
+from rlctl.spec.rollout import ServerSpec
 
 OPTIONS = {"dtype": "float32", "max_model_len": 8}
 
@@ -36,8 +37,8 @@ def test_a_machine_that_starts_no_process_ends_the_run_at_once(
         raise OSError(errno.EAGAIN, os.strerror(errno.EAGAIN))
 
     monkeypatch.setattr(subprocess, "Popen", refuse)
-    settings = ReplicaSettings(OPTIONS, start_timeout=60.0)
-    servers = Replicas(1, settings, lambda: tmp_path, tmp_path / "logs")
+    settings = ReplicaSettings(OPTIONS, server=ServerSpec(start_timeout=60.0))
+    servers = Replicas(settings, lambda: tmp_path, tmp_path / "logs")
     begun = time.monotonic()
     with pytest.raises(EnvironmentFailure, match=os.strerror(errno.EAGAIN)):
         servers.start()
@@ -79,8 +80,8 @@ def test_a_server_that_hangs_is_ended_and_started_again_as_often_as_allowed(
 
     monkeypatch.setattr(subprocess, "Popen", stub)
     monkeypatch.setattr(server_process, "_STOP_S", 0.5)
-    settings = ReplicaSettings(OPTIONS, answer_timeout=1.0, max_restarts=1)
-    servers = Replicas(1, settings, lambda: tmp_path, tmp_path / "logs")
+    settings = ReplicaSettings(OPTIONS, server=ServerSpec(answer_timeout=1.0, max_restarts=1))
+    servers = Replicas(settings, lambda: tmp_path, tmp_path / "logs")
     servers.start()
     try:
         for attempt in (0, 1):
@@ -110,7 +111,7 @@ def test_servers_of_several_nodes_listen_where_the_other_nodes_reach_them(
     one = replica_settings(load_spec([], [], given).spec)
     several = replica_settings(load_spec([], [], [*given, "trainer.nnodes=2"]).spec)
     assert (one.host, several.host) == ("127.0.0.1", "127.0.0.7")
-    (url,) = Replicas(1, several, lambda: tmp_path, tmp_path / "logs").urls
+    (url,) = Replicas(several, lambda: tmp_path, tmp_path / "logs").urls
     assert url.startswith("http://127.0.0.7:")
     assert "--max-num-seqs" not in several.arguments("model")
 
@@ -118,4 +119,4 @@ def test_servers_of_several_nodes_listen_where_the_other_nodes_reach_them(
 def test_an_address_of_another_machine_is_refused_at_once(tmp_path: Path) -> None:
     settings = ReplicaSettings(OPTIONS, host="192.0.2.1")
     with pytest.raises(UsageError, match=r"192\.0\.2\.1.* no address of this machine"):
-        Replicas(1, settings, lambda: tmp_path, tmp_path / "logs")
+        Replicas(settings, lambda: tmp_path, tmp_path / "logs")

@@ -56,11 +56,9 @@ def started(monkeypatch: pytest.MonkeyPatch) -> Iterator[Started]:
     found = Started()
 
     class StubReplicas:
-        def __init__(
-            self, count: int, settings: Any, model: Callable[[], Path], log_dir: Path, hosts: Any
-        ) -> None:
+        def __init__(self, settings: Any, model: Callable[[], Path], log_dir: Path, hosts: Any) -> None:
             assert settings.options["weight_transfer_config"] == {"backend": "gloo"}
-            assert (count, hosts) == (1, None)
+            assert (settings.server.replicas, hosts) == (1, None)
             self.name, self.model, self.is_started = log_dir.name, model, False
             found.servers[self.name] = self.server = Server()
             Worker(self.server)

@@ -34,7 +34,7 @@ from rlctl.train.guardrails import (
     decide_batch,
     decide_update,
 )
-from rlctl.train.preflight import refuse_unsafe
+from rlctl.train.resume import refuse_unsafe
 from rlctl.train.settings import UpdateSettings, tighter_criterion, tighter_weight
 from tests.processes import on_ranks
 from tests.unit.diagnose.logs import healthy_rows

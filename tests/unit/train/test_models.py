@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import copy
+
 import pytest
 import torch
 
 from rlctl.errors import UsageError
 from rlctl.spec.load import load_spec
-from rlctl.train.models import _loading, _refuse_unfit, _rounded
+from rlctl.train.models import _endless, _loading, _refuse_unfit, _rounded
 from tests.models import tiny_model
+from tests.unit.rollout.test_hf_rollout import TOKENIZER
 
 
 @pytest.mark.parametrize(
@@ -69,3 +72,13 @@ def test_quantised_weights_are_refused() -> None:
     model.is_quantized = True  # as transformers marks it
     with pytest.raises(UsageError, match="quantised"):
         _refuse_unfit(model, load_spec([], [], ["model.path=a/b", "data.train_files=x"]).spec)
+
+
+def test_a_run_warns_of_a_template_that_ends_replies_with_no_stop_token():
+    tokenizer = copy.deepcopy(TOKENIZER)
+    tokenizer.add_special_tokens({"additional_special_tokens": ["<|turn|>"]})
+    tokenizer.chat_template = "{% for m in messages %}{{ m.content }}<|turn|>{% endfor %}"
+    (warning,) = _endless(tokenizer, [tokenizer.eos_token_id])
+    assert warning.startswith("warning: the template ends a reply with <|turn|>, which does not end a turn")
+    assert "eos_token_id" in warning
+    assert _endless(tokenizer, [tokenizer.convert_tokens_to_ids("<|turn|>")]) == []

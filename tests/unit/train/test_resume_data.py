@@ -14,7 +14,7 @@ from rlctl.data.prompts import PromptDataset
 from rlctl.data.schema import Message, Row
 from rlctl.errors import UsageError
 from rlctl.spec.run_spec import RunSpec
-from rlctl.train.preflight import compare_inputs, file_fingerprints, rows_fingerprint
+from rlctl.train.resume import compare_inputs, file_fingerprints
 from tests.own_model import save_tiny_qwen2
 from tests.unit.rollout.test_hf_rollout import TOKENIZER
 
@@ -24,7 +24,7 @@ ROWS = [Row("s", (Message("user", f"{i}"),), str(i), extra={"a": i}) for i in ra
 def fingerprint(rows: list[Row], template: str = "{{ messages[0]['content'] }}") -> str:
     TOKENIZER.chat_template = template
     try:
-        return rows_fingerprint(PromptDataset(rows, TOKENIZER, max_prompt_length=9, filter_overlong=True))
+        return PromptDataset(rows, TOKENIZER, max_prompt_length=9, filter_overlong=True).fingerprint
     finally:
         TOKENIZER.chat_template = None
 

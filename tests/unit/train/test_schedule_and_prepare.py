@@ -9,35 +9,41 @@ import torch
 
 from rlctl.engine.ranks import Ranks
 from rlctl.errors import SpecError
+from rlctl.spec.algorithm import ActorSpec
 from rlctl.spec.keys import changes
 from rlctl.spec.load import load_spec
 from rlctl.spec.run_spec import RunSpec
 from rlctl.track.run_dir import open_run_dir
-from rlctl.train.preflight import check_inputs, refuse_unsafe
+from rlctl.train.preflight import check_inputs
+from rlctl.train.resume import refuse_unsafe
 from rlctl.train.settings import actor_schedule, critic_schedule, lr_at
-from rlctl.train.start import start_run
+from rlctl.train.start import start_run, with_absolute_paths
 from rlctl.train.stream import places_of
+
+
+def rate(update: int, total: int, *, peak: float, warmup: int, kind: str) -> float:
+    return lr_at(update, total, ActorSpec(lr=peak, lr_warmup_steps=warmup), kind)
 
 
 @pytest.mark.parametrize("kind", ["constant", "linear", "cosine"])
 def test_warmup_reaches_the_peak_on_its_last_update(kind: str) -> None:
-    rates = [lr_at(u, 20, peak=2.0, warmup=4, kind=kind) for u in range(6)]
+    rates = [rate(u, 20, peak=2.0, warmup=4, kind=kind) for u in range(6)]
     assert rates[:4] == [0.5, 1.0, 1.5, 2.0]
     assert rates[4] == 2.0
 
 
 def test_decays() -> None:
-    assert lr_at(999, 20, peak=3.0, warmup=0, kind="constant") == 3.0
-    assert lr_at(10, 20, peak=3.0, warmup=0, kind="linear") == pytest.approx(1.5)
-    assert lr_at(10, 20, peak=3.0, warmup=0, kind="cosine") == pytest.approx(1.5)
-    assert lr_at(5, 20, peak=1.0, warmup=0, kind="cosine") == pytest.approx(0.5 * (1 + math.cos(math.pi / 4)))
+    assert rate(999, 20, peak=3.0, warmup=0, kind="constant") == 3.0
+    assert rate(10, 20, peak=3.0, warmup=0, kind="linear") == pytest.approx(1.5)
+    assert rate(10, 20, peak=3.0, warmup=0, kind="cosine") == pytest.approx(1.5)
+    assert rate(5, 20, peak=1.0, warmup=0, kind="cosine") == pytest.approx(0.5 * (1 + math.cos(math.pi / 4)))
     for kind in ("linear", "cosine"):
-        rates = [lr_at(u, 20, peak=1.0, warmup=3, kind=kind) for u in range(3, 30)]
+        rates = [rate(u, 20, peak=1.0, warmup=3, kind=kind) for u in range(3, 30)]
         assert all(a >= b for a, b in pairwise(rates))
         assert rates[16] > 0.0  # the last of the 20 updates still moves
         assert rates[17:] == pytest.approx([0.0] * 10)
-    assert lr_at(0, 0, peak=1.0, warmup=0, kind="linear") == 1.0
-    assert lr_at(3, 3, peak=1.0, warmup=3, kind="linear") == 1.0  # all warm-up: nothing left to decay over
+    assert rate(0, 0, peak=1.0, warmup=0, kind="linear") == 1.0
+    assert rate(3, 3, peak=1.0, warmup=3, kind="linear") == 1.0  # all warm-up: nothing left to decay over
 
 
 @pytest.mark.parametrize("kind", ["linear", "cosine"])
@@ -185,3 +191,41 @@ def test_total_steps_are_not_safe_where_the_learning_rate_depends_on_them() -> N
     after = spec("actor.lr_scheduler_type=linear", "trainer.total_training_steps=999")
     with pytest.raises(SpecError, match="total_training_steps"):
         refuse_unsafe(before, after)
+
+
+def test_paths_that_exist_become_absolute_and_all_else_stays(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    for name in ("model", "adapter", "critic", "ref", "teacher", "scorer"):
+        (tmp_path / name).mkdir()
+    for name in ("a.parquet", "b.parquet", "mine.py"):
+        (tmp_path / name).touch()
+    spec = RunSpec.model_validate(
+        {
+            "model": {"path": "model", "lora_adapter_path": "adapter", "lora_rank": 8},
+            "critic": {"path": "critic"},
+            "ref": {"path": "ref"},
+            "algorithm": {"teacher": {"path": "teacher"}},
+            "reward": {
+                "model": {"path": "scorer"},
+                "terms": [{"name": "mine.py:grade", "params": {"path": "model"}}],
+            },
+            "data": {
+                "train_files": ["a.parquet", "?.parquet", "organisation/set"],
+                "val_files": ["gone.parquet"],
+            },
+        }
+    )
+    found = with_absolute_paths(spec)
+    assert found.model.path == str(tmp_path / "model")
+    assert found.model.lora_adapter_path == str(tmp_path / "adapter")
+    others = [found.critic.path, found.ref.path, found.algorithm.teacher.path, found.reward.model.path]
+    assert others == [str(tmp_path / name) for name in ("critic", "ref", "teacher", "scorer")]
+    assert found.data.train_files == [
+        str(tmp_path / "a.parquet"),
+        str(tmp_path / "?.parquet"),
+        "organisation/set",
+    ]
+    assert found.data.val_files == ["gone.parquet"]
+    assert found.reward.terms[0].name == f"{tmp_path}/mine.py:grade"
+    assert found.reward.terms[0].params == {"path": "model"}, "a parameter of the user is not a path"
+    assert with_absolute_paths(RunSpec()) == RunSpec()

@@ -6,7 +6,7 @@ import copy
 
 import pytest
 
-from rlctl.rollout.ends import unknown_end
+from rlctl.environment.template_audit import unknown_end
 from tests.unit.rollout.test_hf_rollout import TOKENIZER
 
 TEMPLATE = "{% for m in messages %}<|{{ m.role }}|>{{ m.content }}END{% endfor %}"

@@ -14,8 +14,8 @@ from typing import TYPE_CHECKING
 from pydantic import Field
 
 from rlctl.algos.kl import never_negative
-from rlctl.algos.losses import CLIP_OPTIONS, RATIO, LossInputs, TokenLoss, clipped_surrogate
-from rlctl.algos.more_losses import LossParams
+from rlctl.algos.losses import CLIP_OPTIONS, LossInputs, TokenLoss, clipped_surrogate
+from rlctl.algos.more_losses import LossParams, experimental_loss
 from rlctl.algos.rules import LossRule
 from rlctl.lazy import torch
 from rlctl.registry import POLICY_LOSSES
@@ -50,14 +50,12 @@ def _effective_sample_size(batch: WholeBatch, rule: LossRule) -> float:
     return total * total / (n * squares) if squares > 0 else 1.0
 
 
-@POLICY_LOSSES.register(
+@experimental_loss(
     label="P3O: the effective sample size bounds the ratio and weighs a KL",
     formula="w · (−sg(min(r, ESS)) · A · log π_θ + (1 − ESS) · k3(π_θ, π_old))",
     source="Fakoor et al. 2026, arXiv 2605.12380; from FeynRL's code",
-    needs=RATIO,
     batch_statistics=_effective_sample_size,
-    unbiased=True,
-    experimental=True,
+    vanishes_without_advantage=False,
 )
 def p3o(rule: LossRule, inputs: LossInputs) -> TokenLoss:
     """ESS = (Σr)² / (n Σr²) over the tokens of the mini-batch. There are no hyperparameters."""
@@ -92,16 +90,12 @@ def _largest_kept(batch: WholeBatch, rule: LossRule) -> float:
     return float(kept[-1]) if len(kept) else 0.0
 
 
-@POLICY_LOSSES.register(
+@experimental_loss(
     label="M2PO: drops the tokens with the largest log² r until the second moment of log r is small",
     formula="−w · M · r · A; where A·log r > 0 the largest log² r are dropped until their mean ≤ budget",
     source="Zheng et al. 2025, arXiv 2510.01161; as masks in AReaL's code, which applies it to all tokens",
-    needs=RATIO,
     params=M2poParams,
     batch_statistics=_largest_kept,
-    unbiased=True,
-    vanishes_without_advantage=True,
-    experimental=True,
 )
 def m2po(rule: LossRule, inputs: LossInputs) -> TokenLoss:
     """One bound for the whole mini-batch, so that few tokens are dropped while π_θ is near π_old.
@@ -141,29 +135,20 @@ def _balanced_bounds(batch: WholeBatch, rule: LossRule) -> tuple[float, float]:
     lowers, uppers = _steps(p.lower, p.lower_max, p.lower_step), _steps(p.upper, p.upper_max, p.upper_step)
     ratio = batch.ratio.double()
     good, bad = batch.advantages.double().clamp(min=0.0), -batch.advantages.double().clamp(max=0.0)
-    gains = [float((ratio.clamp(max=bound) * good).sum()) for bound in uppers]
-    losses = [float((ratio.clamp(min=bound) * bad).sum()) for bound in lowers]
-    found = batch.total([*gains, *losses])
-    gains, losses = found[: len(uppers)], found[len(uppers) :]
-    settings = [(low, 0) for low in range(len(lowers))]
-    settings += [(len(lowers) - 1, up) for up in range(1, len(uppers))]
-    for low, up in settings:
-        if gains[up] >= p.target * losses[low]:
-            return lowers[low], uppers[up]
-    return lowers[-1], uppers[-1]
+    bounds = [(low, uppers[0]) for low in lowers] + [(lowers[-1], up) for up in uppers[1:]]
+    gains = batch.total([float((ratio.clamp(max=up) * good).sum()) for _, up in bounds])
+    losses = batch.total([float((ratio.clamp(min=low) * bad).sum()) for low, _ in bounds])
+    sums = zip(bounds, gains, losses, strict=True)
+    return next((pair for pair, gain, loss in sums if gain >= p.target * loss), bounds[-1])
 
 
-@POLICY_LOSSES.register(
+@experimental_loss(
     label="BAPO: PPO clip whose bounds balance positive and negative contributions",
     formula="ppo_clip with bounds raised until Σ_{A>0} min(r, hi)·A ≥ target · Σ_{A<0} max(r, lo)·|A|",
     source="Xi et al. 2025, arXiv 2510.18927; from the authors' code",
-    needs=RATIO,
     options={"actor.clip_ratio_c"},
     params=BapoParams,
     batch_statistics=_balanced_bounds,
-    unbiased=True,
-    vanishes_without_advantage=True,
-    experimental=True,
 )
 def bapo(rule: LossRule, inputs: LossInputs) -> TokenLoss:
     """The bounds are those of the ratio itself, initially [0.6, 1.2]; `clip_ratio_c` as in `ppo_clip`."""
@@ -198,15 +183,13 @@ def _covariance_bound(batch: WholeBatch, rule: LossRule) -> tuple[tuple[float, f
     return means, float(values.topk(min(k, len(values))).values[-1]) if len(values) else float("inf")
 
 
-@POLICY_LOSSES.register(
+@experimental_loss(
     label="KL-Cov: a penalty on the tokens whose log-prob and advantage have the largest covariance",
     formula="w · (−r·A + coef · |log r| for the `fraction` of tokens of largest covariance)",
     source="Cui et al. 2025, arXiv 2505.22617; from verl's code",
-    needs=RATIO,
     params=KlCovParams,
     batch_statistics=_covariance_bound,
-    unbiased=True,
-    experimental=True,
+    vanishes_without_advantage=False,
 )
 def kl_cov(rule: LossRule, inputs: LossInputs) -> TokenLoss:
     """Penalises tokens of high covariance, because these lower the entropy; equal values alike."""
@@ -244,16 +227,14 @@ def _survival(batch: WholeBatch, rule: LossRule) -> tuple[tuple[float, float], f
     return means, max(0.0, 1.0 - dropped / max(candidates, 1.0))
 
 
-@POLICY_LOSSES.register(
+@experimental_loss(
     label="Clip-Cov: PPO clip that drops a few tokens of high covariance",
     formula="ppo_clip · (1 − k/m) for the m tokens of covariance in (low, high), k = fraction · tokens",
     source="Cui et al. 2025, arXiv 2505.22617; from verl's code, averaged over its random choice",
-    needs=RATIO,
     options=CLIP_OPTIONS,
     params=ClipCovParams,
     batch_statistics=_survival,
-    vanishes_without_advantage=True,
-    experimental=True,
+    unbiased=False,
 )
 def clip_cov(rule: LossRule, inputs: LossInputs) -> TokenLoss:
     """The source drops k of the m tokens at random; here each has the expected weight 1 − k/m.

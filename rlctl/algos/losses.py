@@ -8,21 +8,20 @@ stop-gradient operator. The loss of a mini-batch is Σ_t c_t · ℓ_t, see `coef
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar
 
 from rlctl.algos.rules import LOG_RATIO_CLAMP, AggMode, LossRule
 from rlctl.errors import RunFailure
 from rlctl.lazy import torch
-from rlctl.registry import POLICY_LOSSES, ClipBand, PartInputs
+from rlctl.registry import POLICY_LOSSES, ClipBand, Function, PartInputs
 
 if TYPE_CHECKING:
     from torch import Tensor
 
     from rlctl.algos.segments import Segments
 
-#: What a loss with the ratio r needs.
-RATIO = frozenset({"old_log_probs"})
 CLIP_OPTIONS = frozenset({"actor.clip_ratio_low", "actor.clip_ratio_high"})
 
 
@@ -69,6 +68,16 @@ class TokenLoss:
     values: Tensor
     clipped: Tensor | None = None
     clipped_lower: Tensor | None = None
+
+
+def ratio_loss(**arguments: Any) -> Callable[[Function], Function]:
+    """Decorator that registers a loss with the ratio r; `arguments` as of `Registry.register`.
+
+    Unless they say otherwise, its expected on-policy gradient is that of the expected reward, and tokens with
+    advantage 0 have none.
+    """
+    usual = {"needs": {"old_log_probs"}, "unbiased": True, "vanishes_without_advantage": True}
+    return POLICY_LOSSES.register(**usual | arguments)
 
 
 def policy_loss(
@@ -127,14 +136,11 @@ def reinforce(rule: LossRule, inputs: LossInputs) -> TokenLoss:
     return TokenLoss(-inputs.advantages * inputs.log_probs)
 
 
-@POLICY_LOSSES.register(
+@ratio_loss(
     label="PPO clip, and dual clip with clip_ratio_c",
     formula="−w · min(r·A, clip(r, 1 − clip_low, 1 + clip_high)·A)",
     source="Schulman et al. 2017, eq. 7; dual clip: Ye et al. 2020; asymmetric bounds: Yu et al. 2025, DAPO",
-    needs=RATIO,
     options=CLIP_OPTIONS | {"actor.clip_ratio_c"},
-    unbiased=True,
-    vanishes_without_advantage=True,
     clip=ClipBand("PPO clip"),
 )
 def ppo_clip(rule: LossRule, inputs: LossInputs) -> TokenLoss:
@@ -142,14 +148,11 @@ def ppo_clip(rule: LossRule, inputs: LossInputs) -> TokenLoss:
     return clipped_surrogate(inputs.ratio, inputs.advantages, *rule.interval, rule.clip_c)
 
 
-@POLICY_LOSSES.register(
+@ratio_loss(
     label="GSPO: PPO clip of one ratio per sequence",
     formula="ppo_clip with s = exp(mean_t log r_t)",
     source="Zheng et al. 2025, Group Sequence Policy Optimization, eq. 5",
-    needs=RATIO,
     options=CLIP_OPTIONS,
-    unbiased=True,
-    vanishes_without_advantage=True,
     clip=ClipBand("GSPO clip", "the geometric mean of a response's ratios"),
 )
 def gspo(rule: LossRule, inputs: LossInputs) -> TokenLoss:
@@ -167,14 +170,11 @@ def gspo(rule: LossRule, inputs: LossInputs) -> TokenLoss:
     return clipped_surrogate(ratio, inputs.advantages, *rule.interval)
 
 
-@POLICY_LOSSES.register(
+@ratio_loss(
     label="CISPO: REINFORCE weighted by the clipped ratio",
     formula="−w · sg(clip(r, 1 − clip_low, 1 + clip_high)) · A · log π_θ",
     source="MiniMax 2025, MiniMax-M1 (there only clip_high is active)",
-    needs=RATIO,
     options=CLIP_OPTIONS,
-    unbiased=True,
-    vanishes_without_advantage=True,
     clip=ClipBand("CISPO clip", outside="the nearer bound is the weight of the token's gradient"),
 )
 def cispo(rule: LossRule, inputs: LossInputs) -> TokenLoss:
@@ -184,14 +184,11 @@ def cispo(rule: LossRule, inputs: LossInputs) -> TokenLoss:
     return TokenLoss(-bounded * inputs.advantages * inputs.log_probs, bounded != ratio)
 
 
-@POLICY_LOSSES.register(
+@ratio_loss(
     label="SAPO: a smooth gate instead of a clip",
     formula="−w · (4/τ)·σ(τ·(r − 1)) · A, τ = tau_pos where A > 0, else tau_neg",
     source="Gao et al. 2025, Soft Adaptive Policy Optimization",
-    needs=RATIO,
     options={"actor.tau_pos", "actor.tau_neg"},
-    unbiased=True,
-    vanishes_without_advantage=True,
 )
 def sapo(rule: LossRule, inputs: LossInputs) -> TokenLoss:
     """At r = 1 the gate's slope is 1, the gradient of REINFORCE; the slope decreases on both sides."""
@@ -201,14 +198,11 @@ def sapo(rule: LossRule, inputs: LossInputs) -> TokenLoss:
     return TokenLoss(-gate * inputs.advantages)
 
 
-@POLICY_LOSSES.register(
+@ratio_loss(
     label="DPPO: REINFORCE in a trust region of divergence",
     formula="−w · sg(M · min(r, clip_c)) · A · log π_θ",
     source="Qi et al. 2026, Rethinking the Trust Region in LLM Reinforcement Learning (DPPO-Binary)",
-    needs=RATIO,
     options=CLIP_OPTIONS | {"actor.clip_ratio_c", "actor.dppo_divergence"},
-    unbiased=True,
-    vanishes_without_advantage=True,
 )
 def dppo(rule: LossRule, inputs: LossInputs) -> TokenLoss:
     """A bound on divergence, not on r: rare tokens may change more, frequent ones less.

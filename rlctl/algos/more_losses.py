@@ -6,14 +6,15 @@ is π_rollout, μ in the papers. "From NAME's code" means that the formula was t
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Literal
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any, Literal
 
 from pydantic import BaseModel, Field
 
-from rlctl.algos.losses import RATIO, LossInputs, TokenLoss, larger_of
+from rlctl.algos.losses import LossInputs, TokenLoss, larger_of, ratio_loss
 from rlctl.algos.rules import LOG_RATIO_CLAMP, LossRule
 from rlctl.lazy import torch
-from rlctl.registry import POLICY_LOSSES
+from rlctl.registry import Function
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -21,6 +22,11 @@ if TYPE_CHECKING:
 
 class LossParams(BaseModel, extra="forbid"):
     """Base of a loss's own parameters, `algorithm.rollout_correction.loss_params.*`."""
+
+
+def experimental_loss(**arguments: Any) -> Callable[[Function], Function]:
+    """As `ratio_loss`, for a loss that is not yet validated on real runs."""
+    return ratio_loss(experimental=True, **arguments)
 
 
 class VespoParams(LossParams):
@@ -32,15 +38,11 @@ class VespoParams(LossParams):
     lambda_neg: float = Field(2.0, ge=0)
 
 
-@POLICY_LOSSES.register(
+@experimental_loss(
     label="VESPO: REINFORCE with a gamma-shaped sequence weight",
     formula="−w · sg(W^k · exp(λ·(1 − W))) · A · log π_θ, k and λ by the sign of A",
     source="arXiv 2602.10693; from TRL's code",
-    needs=RATIO,
     params=VespoParams,
-    unbiased=True,
-    vanishes_without_advantage=True,
-    experimental=True,
 )
 def vespo(rule: LossRule, inputs: LossInputs) -> TokenLoss:
     """The weight is 1 at W = 1; it tends to 0 as W^k for W → 0, and exponentially for W → ∞."""
@@ -52,14 +54,10 @@ def vespo(rule: LossRule, inputs: LossInputs) -> TokenLoss:
     return TokenLoss(-phi * advantages * inputs.log_probs)
 
 
-@POLICY_LOSSES.register(
+@experimental_loss(
     label="TOPR: truncated sequence weights for negative advantages alone",
     formula="−w · sg(1 if A ≥ 0, else min(W, 1)) · A · log π_θ",
     source="Le Roux et al. 2025, arXiv 2503.14286",
-    needs=RATIO,
-    unbiased=True,
-    vanishes_without_advantage=True,
-    experimental=True,
 )
 def topr(rule: LossRule, inputs: LossInputs) -> TokenLoss:
     """Responses with A ≥ 0 have weight 1 for any π_θ; the others' weight falls as they become less likely.
@@ -80,15 +78,11 @@ class DispoParams(LossParams):
     high_neg: float = Field(ge=0, examples=[0.2])
 
 
-@POLICY_LOSSES.register(
+@experimental_loss(
     label="DISPO: CISPO with separate clips for each sign of the advantage",
     formula="−w · sg(clip(r, 1 − low±, 1 + high±)) · A · log π_θ",
     source="Karaman et al. 2026, arXiv 2602.00983; the source gives no values: all four are required",
-    needs=RATIO,
     params=DispoParams,
-    unbiased=True,
-    vanishes_without_advantage=True,
-    experimental=True,
 )
 def dispo(rule: LossRule, inputs: LossInputs) -> TokenLoss:
     """Separate bounds for four cases: advantage positive or not, token more or less likely than before."""
@@ -110,15 +104,11 @@ class CtpoParams(LossParams):
     power: float = 0.5
 
 
-@POLICY_LOSSES.register(
+@experimental_loss(
     label="CTPO: PPO clip of the prefix's ratio, its bounds growing with √t",
     formula="−w · min(R_t·A, clip(R_t)·A), R_t = Π_{s≤t} r_s, log R_t in [−low·t^power, high·t^power]",
     source="Zhang et al. 2026, arXiv 2605.07331; from the authors' code",
-    needs=RATIO,
     params=CtpoParams,
-    unbiased=True,
-    vanishes_without_advantage=True,
-    experimental=True,
 )
 def ctpo(rule: LossRule, inputs: LossInputs) -> TokenLoss:
     """R_t passes gradient to token t only. The dual clip of negative advantages grows with t as well."""
@@ -139,15 +129,11 @@ class GmpoParams(LossParams):
     high: float = Field(0.4, gt=0)
 
 
-@POLICY_LOSSES.register(
+@experimental_loss(
     label="GMPO: the geometric mean of token ratios that are clipped one by one",
     formula="−w · A · exp(mean_t c_t), c_t = min (A < 0: max) of log r_t and clip(log r_t, −low, high)",
     source="Zhao et al. 2025, arXiv 2507.20673; from TRL's code",
-    needs=RATIO,
     params=GmpoParams,
-    unbiased=True,
-    vanishes_without_advantage=True,
-    experimental=True,
 )
 def gmpo(rule: LossRule, inputs: LossInputs) -> TokenLoss:
     """Equals GMPO's loss under `seq-mean-token-mean`. As in `gspo`, each token carries its own gradient."""
@@ -165,15 +151,11 @@ class DrpoParams(LossParams):
     epsilon: float = Field(12.5, gt=0)
 
 
-@POLICY_LOSSES.register(
+@experimental_loss(
     label="DRPO: a quadratic penalty in place of DPPO's mask",
     formula="w · (−A·r + |A| · π_old · (r − 1)² / (2ε))",
     source="arXiv 2606.09821; from UniRL's code",
-    needs=RATIO,
     params=DrpoParams,
-    unbiased=True,
-    vanishes_without_advantage=True,
-    experimental=True,
 )
 def drpo(rule: LossRule, inputs: LossInputs) -> TokenLoss:
     """The gradient changes sign at |π_θ − π_old| = ε: a bound on the probability, not on the ratio."""
@@ -188,14 +170,12 @@ class DroParams(LossParams):
     beta: float = Field(gt=0, examples=[0.1])
 
 
-@POLICY_LOSSES.register(
+@experimental_loss(
     label="DRO: REINFORCE with a squared log-ratio penalty",
     formula="−w · (A · log π_θ − ½ β · log² r)",
     source="Richemond et al. 2024; from verl's code",
-    needs=RATIO,
     params=DroParams,
-    unbiased=True,
-    experimental=True,
+    vanishes_without_advantage=False,
 )
 def dro(rule: LossRule, inputs: LossInputs) -> TokenLoss:
     """The advantage is not multiplied by a ratio; off-policy, the penalty pulls π_θ back to π_old instead."""
@@ -214,14 +194,12 @@ class SamplerPenaltyParams(LossParams):
     tau: float = Field(1e-3, ge=0)
 
 
-@POLICY_LOSSES.register(
+@experimental_loss(
     label="Sampler penalty (Kimi K2.5), with the trust regions of prime-rl",
     formula="w · (−M · r · A + τ · log² r), M = 0 outside the region",
     source="arXiv 2602.02276; from prime-rl's code: its losses default, ipo and kpop",
-    needs=RATIO,
     params=SamplerPenaltyParams,
-    unbiased=True,
-    experimental=True,
+    vanishes_without_advantage=False,
 )
 def sampler_penalty(rule: LossRule, inputs: LossInputs) -> TokenLoss:
     """The penalty also applies to masked tokens and pulls them back to π_old."""

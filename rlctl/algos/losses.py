@@ -76,7 +76,7 @@ def ratio_loss(**arguments: Any) -> Callable[[Function], Function]:
     Unless they say otherwise, its expected on-policy gradient is that of the expected reward, and tokens with
     advantage 0 have none.
     """
-    usual = {"needs": {"old_log_probs"}, "unbiased": True, "vanishes_without_advantage": True}
+    usual: dict[str, Any] = {"needs": {"old_log_probs"}, "unbiased": True, "vanishes_without_advantage": True}
     return POLICY_LOSSES.register(**usual | arguments)
 
 

@@ -25,7 +25,6 @@ from pydantic import ValidationError
 from torch import Tensor, nn
 from torch.nn import functional
 
-from rlctl.batch import ModelInputs
 from rlctl.engine.checkpoint import HashedFile
 from rlctl.engine.deepspeed_setup import (
     GuardedAdamW,
@@ -39,11 +38,10 @@ from rlctl.engine.deepspeed_setup import (
     unrounded_weights,
     zero_stage_of,
 )
-from rlctl.engine.layout import BodyReader, idle_inputs
+from rlctl.engine.layout import idle_inputs
 from rlctl.engine.log_probs import PolicyModule
-from rlctl.engine.lora import Adapter, adapter_parameters, plain_weights
 from rlctl.engine.perturb import perturbed
-from rlctl.engine.policy_engine import FrozenModule, PolicyEngine
+from rlctl.engine.policy_engine import Engine, FrozenModule, PolicyEngine, ValueEngine
 from rlctl.engine.protocol import StepResult
 from rlctl.engine.ranks import Ranks
 from rlctl.engine.sequence_parallel import SequenceParallel
@@ -60,7 +58,7 @@ _SUMS = "fp32_groups_gradients_flat"
 _IN_SEQUENCE = "HF_DEACTIVATE_ASYNC_LOAD"
 
 
-class _Engine:
+class _Engine(Engine):
     """A module under DeepSpeed: the common part of policy and critic; see `protocol.Trained`.
 
     Args:
@@ -73,14 +71,10 @@ class _Engine:
     """
 
     def __init__(
-        self,
-        model: Any,
-        wrap: Callable[..., nn.Module],
-        ranks: Ranks,
-        **settings: Unpack[Settings],
+        self, model: Any, wrap: Callable[..., nn.Module], ranks: Ranks, **settings: Unpack[Settings]
     ) -> None:
-        self.ranks = ranks
         dtype, grad_clip = settings["dtype"], settings["grad_clip"]
+        self.ranks, self._dtype = ranks, dtype
         self._deepspeed = _import_deepspeed()
         self.zero_stage = stage = zero_stage_of(settings)
         plain = stage == 0
@@ -122,14 +116,11 @@ class _Engine:
         self.scales_gradients = plain or any(hasattr(self._engine.optimizer, way) for way in ways)
         # No dropout: with it, π_θ would differ from the sampling policy, and from one pass to the next.
         self._engine.eval()
-
-    def plan(self, passes: Sequence[ModelInputs]) -> str:
-        """See `Trained.plan`."""
-        reader: BodyReader = self._engine.module.reader
-        if reader.packs is None:
+        if stage == 3:  # only now can it be probed
             with torch.no_grad():
-                self._engine(inputs=idle_inputs(self.ranks.device))
-        return reader.plan(passes)
+                self._engine(inputs=idle_inputs(ranks.device))
+        self._module = self._engine
+        self._model = module.model if isinstance(module, PolicyModule) else module
 
     def backward(self, loss: Tensor, *, last: bool) -> None:
         """Adds the gradient of one share of the mini-batch loss."""
@@ -228,22 +219,13 @@ class _Engine:
         if path is None:
             raise RunFailure("there is no DeepSpeed state here", where=str(directory / _STATE))
 
-    def _in_full(self, module: nn.Module, *, merged: bool = True) -> Iterator[tuple[str, Tensor]]:
-        """Plain weights by name; under ZeRO-3 gathered one at a time (a collective: all ranks iterate)."""
-        for weight in plain_weights(module, merged=merged):
-            with self._gathered(weight.parts):
-                yield weight.name, weight.value()
-
-    def _gathered(
-        self, parameters: Sequence[Tensor], *, changed: bool = False
-    ) -> contextlib.AbstractContextManager[Any]:
-        """Context in which `parameters` are available in full, and may be `changed`, on every rank alike
-        (under ZeRO-3 a collective)."""
-        if self.zero_stage < 3:
-            return contextlib.nullcontext()
-        gather = self._deepspeed.zero.GatheredParameters
-        context: contextlib.AbstractContextManager[Any] = gather(parameters, 0 if changed else None)
-        return context
+    @contextlib.contextmanager
+    def _gathered(self, parts: Sequence[Tensor], *, changed: bool = False) -> Iterator[Sequence[Tensor]]:
+        """See `Engine._gathered` (under ZeRO-3 a collective); they may be `changed`, on every rank alike."""
+        with self._deepspeed.zero.GatheredParameters(
+            parts, 0 if changed else None, enabled=self.zero_stage == 3
+        ):
+            yield parts
 
 
 class DeepSpeedEngine(PolicyEngine, _Engine):
@@ -252,8 +234,6 @@ class DeepSpeedEngine(PolicyEngine, _Engine):
     def __init__(self, model: Any, ranks: Ranks, *, temperature: float, **settings: Unpack[Settings]) -> None:
         wrap = partial(PolicyModule, temperature=temperature, sequence=settings.get("sequence"))
         super().__init__(model, wrap, ranks, **settings)
-        self._policy: PolicyModule = self._engine.module
-        self._module, self._model = self._engine, self._policy.model
 
     def perturbed(
         self, bit: int, names: Collection[str] | None = None
@@ -261,15 +241,8 @@ class DeepSpeedEngine(PolicyEngine, _Engine):
         """See `TrainEngine.perturbed` (under ZeRO-3 a collective)."""
         return perturbed(self._model, bit, names, partial(self._gathered, changed=True))
 
-    def adapter(self) -> Adapter:
-        """See `TrainEngine.adapter` (under ZeRO-3 a collective); gathers only A and B."""
-        parameters = adapter_parameters(self._model)
-        with self._gathered(list(parameters.values())):
-            tensors = {name: p.detach().to("cpu", copy=True) for name, p in parameters.items()}
-        return Adapter.of(self._model, tensors)
 
-
-class DeepSpeedCritic(_Engine):
+class DeepSpeedCritic(ValueEngine, _Engine):
     """A value model under DeepSpeed: the body of a model with a new value head; see `CriticEngine`.
 
     Raises:
@@ -278,15 +251,6 @@ class DeepSpeedCritic(_Engine):
 
     def __init__(self, model: Any, ranks: Ranks, **settings: Unpack[Settings]) -> None:
         super().__init__(model, ValueModule, ranks, **settings)
-
-    def values(self, inputs: ModelInputs) -> Tensor:
-        """See `CriticEngine.values`."""
-        values: Tensor = self._engine(inputs=inputs)
-        return values
-
-    def weights(self) -> Iterator[tuple[str, Tensor]]:
-        """Every parameter in full, `body.…` and `head.weight` (under ZeRO-3 a collective)."""
-        return self._in_full(self._engine.module)
 
 
 class FrozenPolicy(FrozenModule):

@@ -7,7 +7,7 @@ DeepSpeed computes in one dtype, and in bf16 runs keeps float32 master copies of
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -132,7 +132,7 @@ class PlainWeight:
     """
 
     name: str
-    parts: list[Tensor]
+    parts: Sequence[Tensor]
     scale: float = 1.0
 
     @torch.no_grad()

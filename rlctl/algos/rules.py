@@ -17,6 +17,9 @@ from rlctl.registry import CORRECTION_WEIGHTS, POLICY_LOSSES, REJECTION_CRITERIA
 #: Log-ratios, and sums of them, are clamped to ±this before `exp`.
 LOG_RATIO_CLAMP = 20.0
 
+#: Tolerance of comparisons of bounds on log ρ.
+_ROUNDING = 1e-9
+
 Bound = Literal["clip", "truncate", "mask"]
 Reduction = Literal["none", "sum", "mean", "max", "given"]
 #: What one violation rejects; `sequence` is a response, see `CorrectionRules.unit`.
@@ -151,7 +154,7 @@ class RejectRule:
         mine, others = self._subject(), other._subject()
         if mine is None or others is None:
             return False
-        factors = horizon if others == "product" and mine != "product" else 1
+        (low, high), (least, most) = (tuple(map(_log, rule.band())) for rule in (self, other))
         if mine != others:
             # k2 and k3 are never negative, so a bound on their sum also bounds each token's value.
             bounds_tokens = mine in ("token", "sum of k2", "sum of k3")
@@ -159,9 +162,11 @@ class RejectRule:
             # a bound on their mean bounds the geometric mean.
             from_tokens = others in ("token", "mean of k2", "mean of k3")
             follows = others in ("product", "geometric mean") or (bounds_tokens and from_tokens)
-            if not follows or not _within((1.0, 1.0), self.band()):
+            if not follows or low > _ROUNDING or high < -_ROUNDING:
                 return False
-        return _within(self.band(), other.band(), factors)
+            if others == "product":
+                low, high = horizon * low, horizon * high
+        return low >= least - _ROUNDING and high <= most + _ROUNDING
 
     def _subject(self) -> str | None:
         """The quantity that `band` bounds; None: there is none (a lower bound on k2, k3 or a maximum)."""
@@ -240,12 +245,6 @@ class CorrectionRules:
         return frozenset[str]().union(*(part.needs for part in parts), {"advantages"} if by_sign else ())
 
 
-def _within(band: tuple[float, float], other: tuple[float, float], factors: int = 1) -> bool:
-    """Whether a product of `factors` numbers from one band always lies in the other, up to rounding."""
-    (low, high), (least, most) = (tuple(_log(edge) for edge in edges) for edges in (band, other))
-    return factors * low >= least - 1e-9 and factors * high <= most + 1e-9
-
-
 def _log(value: float) -> float:
     return math.log(value) if value > 0.0 else -math.inf
 
@@ -256,17 +255,15 @@ def _exp(value: float) -> float:
 
 
 def _k3_band(upper: float) -> tuple[float, float]:
-    """Solve ρ − 1 − log ρ = upper for its two roots around 1, by bisection in log ρ."""
+    """Solves ρ − 1 − log ρ = upper for its two roots around 1, in log ρ."""
+    from scipy.optimize import brentq  # slow to import
+
     if upper == math.inf:
         return 0.0, math.inf
 
-    def k3(log_ratio: float) -> float:
-        return _exp(log_ratio) - 1.0 - log_ratio
+    def excess(log_ratio: float) -> float:
+        return _exp(log_ratio) - 1.0 - log_ratio - upper
 
-    def root(inside: float, outside: float) -> float:
-        for _ in range(200):
-            middle = 0.5 * (inside + outside)
-            inside, outside = (middle, outside) if k3(middle) <= upper else (inside, middle)
-        return _exp(inside)
-
-    return root(0.0, -(upper + 2.0)), root(0.0, math.log(upper + 2.0) + 2.0)
+    edges = -(upper + 2.0), math.log(upper + 2.0) + 2.0
+    low, high = (_exp(brentq(excess, 0.0, edge, xtol=1e-15)) for edge in edges)
+    return low, high

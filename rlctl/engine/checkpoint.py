@@ -10,14 +10,12 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import json
-import os
 import shutil
 from collections.abc import Collection, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from types import MappingProxyType
-from typing import Any
 
 from rlctl.errors import RlctlError, RunFailure, UsageError, first_line
 from rlctl.files import apply_umask, sha256_of, sync
@@ -108,29 +106,6 @@ def writing(root: Path, step: int) -> Iterator[None]:
         ) from error
 
 
-class HashedFile:
-    """A file that is hashed while it is written sequentially."""
-
-    def __init__(self, path: Path) -> None:
-        self._file, self._hash = path.open("wb"), hashlib.sha256()
-
-    def write(self, data: Any) -> int:
-        """Appends bytes; returns their number."""
-        self._hash.update(data)
-        return self._file.write(data)
-
-    def flush(self) -> None:
-        """Passes buffered bytes to the operating system."""
-        self._file.flush()
-
-    def close(self) -> str:
-        """Syncs the file to disk; returns its SHA-256."""
-        self._file.flush()
-        os.fsync(self._file.fileno())
-        self._file.close()
-        return self._hash.hexdigest()
-
-
 def hash_share(partial: Path, known: Collection[str], share: int, shares: int) -> dict[str, str]:
     """Hashes and syncs one of `shares` parts of the files below `partial`, except those in `known`.
 
@@ -139,7 +114,7 @@ def hash_share(partial: Path, known: Collection[str], share: int, shares: int) -
     """
     files = {name: path for path in _files(partial) if (name := str(path.relative_to(partial))) not in known}
     left = sorted(files, key=lambda name: -files[name].stat().st_size)
-    return {name: _hash_and_sync(files[name]) for name in left[share::shares]}
+    return {name: hash_and_sync(files[name]) for name in left[share::shares]}
 
 
 def publish(
@@ -312,6 +287,7 @@ def _files(directory: Path) -> list[Path]:
     return sorted(path for path in directory.rglob("*") if path.is_file())
 
 
-def _hash_and_sync(path: Path) -> str:
+def hash_and_sync(path: Path) -> str:
+    """Waits until a file is on the disk; returns its SHA-256."""
     sync(path)
     return sha256_of(path)

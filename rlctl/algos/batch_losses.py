@@ -163,9 +163,9 @@ class KlCovParams(LossParams):
     kl_coef: float = Field(1.0, ge=0)
 
 
-def _covariance(batch_log_probs: Tensor, advantages: Tensor, means: tuple[float, float]) -> Tensor:
-    """(A − mean A) · (log π_θ − mean log π_θ) of each token."""
-    return (advantages.double() - means[0]) * (batch_log_probs.double() - means[1])
+def _covariance(inputs: LossInputs, means: tuple[float, float]) -> Tensor:
+    """(A − mean A) · (log π_θ − mean log π_θ) of each token, a constant."""
+    return (inputs.advantages.double() - means[0]) * (inputs.log_probs.detach().double() - means[1])
 
 
 def _means(batch: WholeBatch) -> tuple[tuple[float, float], float]:
@@ -178,7 +178,7 @@ def _means(batch: WholeBatch) -> tuple[tuple[float, float], float]:
 def _covariance_bound(batch: WholeBatch, rule: LossRule) -> tuple[tuple[float, float], float]:
     """Means as in `_means`, and the k-th largest covariance, k = max(1, fraction · tokens)."""
     means, _ = _means(batch)
-    values = batch.all_gather(_covariance(batch.log_probs, batch.advantages, means))
+    values = batch.all_gather(_covariance(batch, means))
     k = max(1, int(len(values) * rule.params.fraction))
     return means, float(values.topk(min(k, len(values))).values[-1]) if len(values) else float("inf")
 
@@ -195,7 +195,7 @@ def kl_cov(rule: LossRule, inputs: LossInputs) -> TokenLoss:
     """Penalises tokens of high covariance, because these lower the entropy; equal values alike."""
     means, least = rule.batch_statistics
     log_r = inputs.log_ratio
-    penalised = _covariance(inputs.log_probs.detach(), inputs.advantages, means) >= least
+    penalised = _covariance(inputs, means) >= least
     penalty = torch.where(penalised, rule.params.kl_coef * log_r.abs(), 0.0)
     return TokenLoss(penalty - inputs.advantages * log_r.exp(), penalised)
 
@@ -214,7 +214,7 @@ def _clip_and_choose(
     """PPO's clipped loss, and the tokens in the range of covariances that it does not clip."""
     loss = clipped_surrogate(inputs.ratio, inputs.advantages, *rule.interval)
     assert loss.clipped is not None
-    covariance = _covariance(inputs.log_probs.detach(), inputs.advantages, means)
+    covariance = _covariance(inputs, means)
     return loss, (covariance > rule.params.low) & (covariance < rule.params.high) & ~loss.clipped
 
 

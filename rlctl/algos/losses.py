@@ -109,6 +109,11 @@ def widened(values: Tensor) -> Tensor:
     return values.float() if values.itemsize < 4 else values
 
 
+def clamped_exp(log_weight: Tensor) -> Tensor:
+    """exp(clip(log w, ±20))."""
+    return log_weight.clamp(-LOG_RATIO_CLAMP, LOG_RATIO_CLAMP).exp()
+
+
 def _check_returned(loss: object, log_probs: Tensor, name: str) -> None:
     if not isinstance(loss, TokenLoss):
         what, fix = f"policy loss {name} returned {type(loss).__name__}", "return TokenLoss(values)"
@@ -166,8 +171,7 @@ def gspo(rule: LossRule, inputs: LossInputs) -> TokenLoss:
     fixed = inputs.log_probs.detach()
     mean_gap = inputs.unit.mean(fixed - inputs.old_log_probs).to(fixed.dtype)
     log_s = inputs.unit.spread(mean_gap) + inputs.log_probs - fixed
-    ratio = log_s.clamp(-LOG_RATIO_CLAMP, LOG_RATIO_CLAMP).exp()
-    return clipped_surrogate(ratio, inputs.advantages, *rule.interval)
+    return clipped_surrogate(clamped_exp(log_s), inputs.advantages, *rule.interval)
 
 
 @ratio_loss(

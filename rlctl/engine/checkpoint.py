@@ -99,11 +99,9 @@ def writing(root: Path, step: int) -> Iterator[None]:
         while cause and not isinstance(cause, OSError):  # torch raises its own error after that of the write
             cause = cause.__context__
         reason = getattr(cause, "strerror", None) or first_line(error)
-        raise RunFailure(
-            f"the checkpoint of step {step} could not be written: {reason}",
-            where=str(root),
-            fix="free space or set trainer.max_ckpt_to_keep lower; earlier checkpoints are intact",
-        ) from error
+        what = f"the checkpoint of step {step} could not be written: {reason}"
+        fix = "free space or set trainer.max_ckpt_to_keep lower; earlier checkpoints are intact"
+        raise RunFailure(what, where=str(root), fix=fix) from error
 
 
 def hash_share(partial: Path, known: Collection[str], share: int, shares: int) -> dict[str, str]:
@@ -199,13 +197,9 @@ def checkpoint_of_run(run_dir: Path, step: int | None = None) -> tuple[Checkpoin
         return checkpoint, notes
     there = ", ".join(path.name for path in sorted(root.glob(f"{_PREFIX}*")))
     wait = "wait for one (see trainer.save_freq), or resume the run until it ends"
-    raise UsageError(
-        "the run has no complete checkpoint"
-        + ("" if step is None else f" of step {step}")
-        + (f" ({notes[0]})" if notes else ""),
-        where=str(root),
-        fix=wait if step is None or not there else f"checkpoints here: {there}",
-    )
+    of_step, why = "" if step is None else f" of step {step}", f" ({notes[0]})" if notes else ""
+    fix = wait if step is None or not there else f"checkpoints here: {there}"
+    raise UsageError(f"the run has no complete checkpoint{of_step}{why}", where=str(root), fix=fix)
 
 
 def bytes_of_newest(root: Path) -> int:

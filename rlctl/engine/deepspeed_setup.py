@@ -116,11 +116,9 @@ def recompute_layers(model: Any) -> None:
 
     layers = [module for module in model.modules() if isinstance(module, GradientCheckpointingLayer)]
     if not layers:
-        raise UsageError(
-            f"{type(model).__name__} does not support gradient checkpointing",
-            where="model.enable_gradient_checkpointing",
-            fix="set it to false, and actor.ppo_micro_batch_size_per_gpu lower",
-        )
+        what = f"{type(model).__name__} does not support gradient checkpointing"
+        fix = "set it to false, and actor.ppo_micro_batch_size_per_gpu lower"
+        raise UsageError(what, where="model.enable_gradient_checkpointing", fix=fix)
     for layer in layers:
         layer.forward = _recomputed(layer.forward)
 

@@ -51,14 +51,16 @@ def _effective_sample_size(batch: WholeBatch, rule: LossRule) -> float:
 
 
 @experimental_loss(
-    label="P3O: the effective sample size bounds the ratio and weighs a KL",
     formula="w · (−sg(min(r, ESS)) · A · log π_θ + (1 − ESS) · k3(π_θ, π_old))",
     source="Fakoor et al. 2026, arXiv 2605.12380; from FeynRL's code",
     batch_statistics=_effective_sample_size,
     vanishes_without_advantage=False,
 )
 def p3o(rule: LossRule, inputs: LossInputs) -> TokenLoss:
-    """ESS = (Σr)² / (n Σr²) over the tokens of the mini-batch. There are no hyperparameters."""
+    """P3O: the effective sample size bounds the ratio and weighs a KL.
+
+    ESS = (Σr)² / (n Σr²) over the tokens of the mini-batch. There are no hyperparameters.
+    """
     ess: float = rule.batch_statistics
     ratio = inputs.ratio.detach()
     policy = -ratio.clamp(max=ess) * inputs.advantages * inputs.log_probs
@@ -91,14 +93,15 @@ def _largest_kept(batch: WholeBatch, rule: LossRule) -> float:
 
 
 @experimental_loss(
-    label="M2PO: drops the tokens with the largest log² r until the second moment of log r is small",
     formula="−w · M · r · A; where A·log r > 0 the largest log² r are dropped until their mean ≤ budget",
     source="Zheng et al. 2025, arXiv 2510.01161; as masks in AReaL's code, which applies it to all tokens",
     params=M2poParams,
     batch_statistics=_largest_kept,
 )
 def m2po(rule: LossRule, inputs: LossInputs) -> TokenLoss:
-    """One bound for the whole mini-batch, so that few tokens are dropped while π_θ is near π_old.
+    """M2PO: drops the tokens with the largest log² r until the second moment of log r is small.
+
+    One bound for the whole mini-batch, so that few tokens are dropped while π_θ is near π_old.
 
     A mean equal to the budget is within it, equal values are dropped together, and all may be dropped.
     """
@@ -143,7 +146,6 @@ def _balanced_bounds(batch: WholeBatch, rule: LossRule) -> tuple[float, float]:
 
 
 @experimental_loss(
-    label="BAPO: PPO clip whose bounds balance positive and negative contributions",
     formula="ppo_clip with bounds raised until Σ_{A>0} min(r, hi)·A ≥ target · Σ_{A<0} max(r, lo)·|A|",
     source="Xi et al. 2025, arXiv 2510.18927; from the authors' code",
     options={"actor.clip_ratio_c"},
@@ -151,7 +153,10 @@ def _balanced_bounds(batch: WholeBatch, rule: LossRule) -> tuple[float, float]:
     batch_statistics=_balanced_bounds,
 )
 def bapo(rule: LossRule, inputs: LossInputs) -> TokenLoss:
-    """The bounds are those of the ratio itself, initially [0.6, 1.2]; `clip_ratio_c` as in `ppo_clip`."""
+    """BAPO: PPO clip whose bounds balance positive and negative contributions.
+
+    The bounds are those of the ratio itself, initially [0.6, 1.2]; `clip_ratio_c` as in `ppo_clip`.
+    """
     lower, upper = rule.batch_statistics
     return clipped_surrogate(inputs.ratio, inputs.advantages, lower, upper, rule.clip_c)
 
@@ -184,7 +189,6 @@ def _covariance_bound(batch: WholeBatch, rule: LossRule) -> tuple[tuple[float, f
 
 
 @experimental_loss(
-    label="KL-Cov: a penalty on the tokens whose log-prob and advantage have the largest covariance",
     formula="w · (−r·A + coef · |log r| for the `fraction` of tokens of largest covariance)",
     source="Cui et al. 2025, arXiv 2505.22617; from verl's code",
     params=KlCovParams,
@@ -192,7 +196,10 @@ def _covariance_bound(batch: WholeBatch, rule: LossRule) -> tuple[tuple[float, f
     vanishes_without_advantage=False,
 )
 def kl_cov(rule: LossRule, inputs: LossInputs) -> TokenLoss:
-    """Penalises tokens of high covariance, because these lower the entropy; equal values alike."""
+    """KL-Cov: a penalty on the tokens whose log-prob and advantage have the largest covariance.
+
+    Penalises tokens of high covariance, because these lower the entropy; equal values alike.
+    """
     means, least = rule.batch_statistics
     log_r = inputs.log_ratio
     penalised = _covariance(inputs, means) >= least
@@ -228,7 +235,6 @@ def _survival(batch: WholeBatch, rule: LossRule) -> tuple[tuple[float, float], f
 
 
 @experimental_loss(
-    label="Clip-Cov: PPO clip that drops a few tokens of high covariance",
     formula="ppo_clip · (1 − k/m) for the m tokens of covariance in (low, high), k = fraction · tokens",
     source="Cui et al. 2025, arXiv 2505.22617; from verl's code, averaged over its random choice",
     options=CLIP_OPTIONS,
@@ -237,7 +243,9 @@ def _survival(batch: WholeBatch, rule: LossRule) -> tuple[tuple[float, float], f
     unbiased=False,
 )
 def clip_cov(rule: LossRule, inputs: LossInputs) -> TokenLoss:
-    """The source drops k of the m tokens at random; here each has the expected weight 1 − k/m.
+    """Clip-Cov: PPO clip that drops a few tokens of high covariance.
+
+    The source drops k of the m tokens at random; here each has the expected weight 1 − k/m.
 
     The expected gradient is the same, and no random numbers are needed.
     """

@@ -130,38 +130,43 @@ def _check_returned(loss: object, log_probs: Tensor, name: str) -> None:
 
 
 @POLICY_LOSSES.register(
-    label="REINFORCE",
     formula="−w · A · log π_θ",
     source="Williams 1992",
     unbiased=True,
     vanishes_without_advantage=True,
 )
 def reinforce(rule: LossRule, inputs: LossInputs) -> TokenLoss:
-    """With sequence weights w = π_θ/π_rollout the gradient is that of the expected reward under π_θ."""
+    """REINFORCE.
+
+    With sequence weights w = π_θ/π_rollout the gradient is that of the expected reward under π_θ.
+    """
     return TokenLoss(-inputs.advantages * inputs.log_probs)
 
 
 @ratio_loss(
-    label="PPO clip, and dual clip with clip_ratio_c",
     formula="−w · min(r·A, clip(r, 1 − clip_low, 1 + clip_high)·A)",
     source="Schulman et al. 2017, eq. 7; dual clip: Ye et al. 2020; asymmetric bounds: Yu et al. 2025, DAPO",
     options=CLIP_OPTIONS | {"actor.clip_ratio_c"},
     clip=ClipBand("PPO clip"),
 )
 def ppo_clip(rule: LossRule, inputs: LossInputs) -> TokenLoss:
-    """With `clip_c`, where A < 0 it is −w · max(min(…), clip_c·A): a very large ratio does not dominate."""
+    """PPO clip, and dual clip with clip_ratio_c.
+
+    With `clip_c`, where A < 0 it is −w · max(min(…), clip_c·A): a very large ratio does not dominate.
+    """
     return clipped_surrogate(inputs.ratio, inputs.advantages, *rule.interval, rule.clip_c)
 
 
 @ratio_loss(
-    label="GSPO: PPO clip of one ratio per sequence",
     formula="ppo_clip with s = exp(mean_t log r_t)",
     source="Zheng et al. 2025, Group Sequence Policy Optimization, eq. 5",
     options=CLIP_OPTIONS,
     clip=ClipBand("GSPO clip", "the geometric mean of a response's ratios"),
 )
 def gspo(rule: LossRule, inputs: LossInputs) -> TokenLoss:
-    """The ratio of a sequence is clipped as a whole.
+    """GSPO: PPO clip of one ratio per sequence.
+
+    The ratio of a sequence is clipped as a whole.
 
     Token t's ratio is sg(s) · π_θ(t)/sg(π_θ(t)): its value is s, its gradient s · ∇log π_θ(t), so
     that `seq-mean-token-mean` yields GSPO's gradient where a sequence's advantages are equal, and
@@ -175,27 +180,31 @@ def gspo(rule: LossRule, inputs: LossInputs) -> TokenLoss:
 
 
 @ratio_loss(
-    label="CISPO: REINFORCE weighted by the clipped ratio",
     formula="−w · sg(clip(r, 1 − clip_low, 1 + clip_high)) · A · log π_θ",
     source="MiniMax 2025, MiniMax-M1 (there only clip_high is active)",
     options=CLIP_OPTIONS,
     clip=ClipBand("CISPO clip", outside="the nearer bound is the weight of the token's gradient"),
 )
 def cispo(rule: LossRule, inputs: LossInputs) -> TokenLoss:
-    """The clip bounds a token's weight; no token loses its gradient."""
+    """CISPO: REINFORCE weighted by the clipped ratio.
+
+    The clip bounds a token's weight; no token loses its gradient.
+    """
     ratio = inputs.ratio.detach()
     bounded = ratio.clamp(*rule.interval)
     return TokenLoss(-bounded * inputs.advantages * inputs.log_probs, bounded != ratio)
 
 
 @ratio_loss(
-    label="SAPO: a smooth gate instead of a clip",
     formula="−w · (4/τ)·σ(τ·(r − 1)) · A, τ = tau_pos where A > 0, else tau_neg",
     source="Gao et al. 2025, Soft Adaptive Policy Optimization",
     options={"actor.tau_pos", "actor.tau_neg"},
 )
 def sapo(rule: LossRule, inputs: LossInputs) -> TokenLoss:
-    """At r = 1 the gate's slope is 1, the gradient of REINFORCE; the slope decreases on both sides."""
+    """SAPO: a smooth gate instead of a clip.
+
+    At r = 1 the gate's slope is 1, the gradient of REINFORCE; the slope decreases on both sides.
+    """
     ratio = inputs.ratio
     tau = torch.full_like(ratio, rule.tau_neg).masked_fill(inputs.advantages > 0, rule.tau_pos)
     gate = torch.sigmoid(tau * (ratio - 1.0)) * 4.0 / tau
@@ -203,13 +212,14 @@ def sapo(rule: LossRule, inputs: LossInputs) -> TokenLoss:
 
 
 @ratio_loss(
-    label="DPPO: REINFORCE in a trust region of divergence",
     formula="−w · sg(M · min(r, clip_c)) · A · log π_θ",
     source="Qi et al. 2026, Rethinking the Trust Region in LLM Reinforcement Learning (DPPO-Binary)",
     options=CLIP_OPTIONS | {"actor.clip_ratio_c", "actor.dppo_divergence"},
 )
 def dppo(rule: LossRule, inputs: LossInputs) -> TokenLoss:
-    """A bound on divergence, not on r: rare tokens may change more, frequent ones less.
+    """DPPO: REINFORCE in a trust region of divergence.
+
+    A bound on divergence, not on r: rare tokens may change more, frequent ones less.
 
     M is 0 for a token that the update would move further out of the region: A > 0 and π_θ above π_old by
     more than `clip_high`, or A < 0 and below by more than `clip_low`; else 1. The distance is that of the

@@ -39,13 +39,15 @@ class VespoParams(LossParams):
 
 
 @experimental_loss(
-    label="VESPO: REINFORCE with a gamma-shaped sequence weight",
     formula="−w · sg(W^k · exp(λ·(1 − W))) · A · log π_θ, k and λ by the sign of A",
     source="arXiv 2602.10693; from TRL's code",
     params=VespoParams,
 )
 def vespo(rule: LossRule, inputs: LossInputs) -> TokenLoss:
-    """The weight is 1 at W = 1; it tends to 0 as W^k for W → 0, and exponentially for W → ∞."""
+    """VESPO: REINFORCE with a gamma-shaped sequence weight.
+
+    The weight is 1 at W = 1; it tends to 0 as W^k for W → 0, and exponentially for W → ∞.
+    """
     p: VespoParams = rule.params
     log_w, advantages = _log_product(inputs), inputs.advantages
     k = torch.full_like(advantages, p.k_neg).masked_fill(advantages >= 0, p.k_pos)
@@ -55,12 +57,13 @@ def vespo(rule: LossRule, inputs: LossInputs) -> TokenLoss:
 
 
 @experimental_loss(
-    label="TOPR: truncated sequence weights for negative advantages alone",
     formula="−w · sg(1 if A ≥ 0, else min(W, 1)) · A · log π_θ",
     source="Le Roux et al. 2025, arXiv 2503.14286",
 )
 def topr(rule: LossRule, inputs: LossInputs) -> TokenLoss:
-    """Responses with A ≥ 0 have weight 1 for any π_θ; the others' weight falls as they become less likely.
+    """TOPR: truncated sequence weights for negative advantages alone.
+
+    Responses with A ≥ 0 have weight 1 for any π_θ; the others' weight falls as they become less likely.
 
     The paper uses the sign of the reward; this loss uses the sign of the advantage.
     """
@@ -79,13 +82,15 @@ class DispoParams(LossParams):
 
 
 @experimental_loss(
-    label="DISPO: CISPO with separate clips for each sign of the advantage",
     formula="−w · sg(clip(r, 1 − low±, 1 + high±)) · A · log π_θ",
     source="Karaman et al. 2026, arXiv 2602.00983; the source gives no values: all four are required",
     params=DispoParams,
 )
 def dispo(rule: LossRule, inputs: LossInputs) -> TokenLoss:
-    """Separate bounds for four cases: advantage positive or not, token more or less likely than before."""
+    """DISPO: CISPO with separate clips for each sign of the advantage.
+
+    Separate bounds for four cases: advantage positive or not, token more or less likely than before.
+    """
     p: DispoParams = rule.params
     ratio = inputs.ratio.detach()
     good = ratio.clamp(1.0 - p.low_pos, 1.0 + p.high_pos)
@@ -105,13 +110,15 @@ class CtpoParams(LossParams):
 
 
 @experimental_loss(
-    label="CTPO: PPO clip of the prefix's ratio, its bounds growing with √t",
     formula="−w · min(R_t·A, clip(R_t)·A), R_t = Π_{s≤t} r_s, log R_t in [−low·t^power, high·t^power]",
     source="Zhang et al. 2026, arXiv 2605.07331; from the authors' code",
     params=CtpoParams,
 )
 def ctpo(rule: LossRule, inputs: LossInputs) -> TokenLoss:
-    """R_t passes gradient to token t only. The dual clip of negative advantages grows with t as well."""
+    """CTPO: PPO clip of the prefix's ratio, its bounds growing with √t.
+
+    R_t passes gradient to token t only. The dual clip of negative advantages grows with t as well.
+    """
     p: CtpoParams = rule.params
     token, advantages = inputs.log_ratio, inputs.advantages
     own = token - token.detach()
@@ -130,13 +137,15 @@ class GmpoParams(LossParams):
 
 
 @experimental_loss(
-    label="GMPO: the geometric mean of token ratios that are clipped one by one",
     formula="−w · A · exp(mean_t c_t), c_t = min (A < 0: max) of log r_t and clip(log r_t, −low, high)",
     source="Zhao et al. 2025, arXiv 2507.20673; from TRL's code",
     params=GmpoParams,
 )
 def gmpo(rule: LossRule, inputs: LossInputs) -> TokenLoss:
-    """Equals GMPO's loss under `seq-mean-token-mean`. As in `gspo`, each token carries its own gradient."""
+    """GMPO: the geometric mean of token ratios that are clipped one by one.
+
+    Equals GMPO's loss under `seq-mean-token-mean`. As in `gspo`, each token carries its own gradient.
+    """
     p: GmpoParams = rule.params
     token, advantages = inputs.log_ratio, inputs.advantages
     inside = token.clamp(-p.low, p.high)
@@ -152,13 +161,15 @@ class DrpoParams(LossParams):
 
 
 @experimental_loss(
-    label="DRPO: a quadratic penalty in place of DPPO's mask",
     formula="w · (−A·r + |A| · π_old · (r − 1)² / (2ε))",
     source="arXiv 2606.09821; from UniRL's code",
     params=DrpoParams,
 )
 def drpo(rule: LossRule, inputs: LossInputs) -> TokenLoss:
-    """The gradient changes sign at |π_θ − π_old| = ε: a bound on the probability, not on the ratio."""
+    """DRPO: a quadratic penalty in place of DPPO's mask.
+
+    The gradient changes sign at |π_θ − π_old| = ε: a bound on the probability, not on the ratio.
+    """
     ratio = inputs.ratio
     distance = inputs.old_log_probs.exp() * (ratio - 1.0).square() / (2.0 * rule.params.epsilon)
     return TokenLoss(inputs.advantages.abs() * distance - inputs.advantages * ratio)
@@ -171,14 +182,16 @@ class DroParams(LossParams):
 
 
 @experimental_loss(
-    label="DRO: REINFORCE with a squared log-ratio penalty",
     formula="−w · (A · log π_θ − ½ β · log² r)",
     source="Richemond et al. 2024; from verl's code",
     params=DroParams,
     vanishes_without_advantage=False,
 )
 def dro(rule: LossRule, inputs: LossInputs) -> TokenLoss:
-    """The advantage is not multiplied by a ratio; off-policy, the penalty pulls π_θ back to π_old instead."""
+    """DRO: REINFORCE with a squared log-ratio penalty.
+
+    The advantage is not multiplied by a ratio; off-policy, the penalty pulls π_θ back to π_old instead.
+    """
     penalty = 0.5 * rule.params.beta * inputs.log_ratio.square()
     return TokenLoss(penalty - inputs.advantages * inputs.log_probs)
 
@@ -195,14 +208,16 @@ class SamplerPenaltyParams(LossParams):
 
 
 @experimental_loss(
-    label="Sampler penalty (Kimi K2.5), with the trust regions of prime-rl",
     formula="w · (−M · r · A + τ · log² r), M = 0 outside the region",
     source="arXiv 2602.02276; from prime-rl's code: its losses default, ipo and kpop",
     params=SamplerPenaltyParams,
     vanishes_without_advantage=False,
 )
 def sampler_penalty(rule: LossRule, inputs: LossInputs) -> TokenLoss:
-    """The penalty also applies to masked tokens and pulls them back to π_old."""
+    """Sampler penalty (Kimi K2.5), with the trust regions of prime-rl.
+
+    The penalty also applies to masked tokens and pulls them back to π_old.
+    """
     p: SamplerPenaltyParams = rule.params
     gap, advantages = inputs.log_ratio, inputs.advantages
     new, old = inputs.log_probs.detach().exp(), inputs.old_log_probs.exp()

@@ -17,9 +17,6 @@ from rlctl.registry import CORRECTION_WEIGHTS, POLICY_LOSSES, REJECTION_CRITERIA
 #: Log-ratios, and sums of them, are clamped to ±this before `exp`.
 LOG_RATIO_CLAMP = 20.0
 
-#: Tolerance of comparisons of bounds on log ρ.
-_ROUNDING = 1e-9
-
 Bound = Literal["clip", "truncate", "mask"]
 Reduction = Literal["none", "sum", "mean", "max", "given"]
 #: What one violation rejects; `sequence` is a response, see `CorrectionRules.unit`.
@@ -142,44 +139,6 @@ class RejectRule:
             return _exp(-width), _exp(width)
         return _k3_band(upper)
 
-    def implies(self, other: RejectRule, horizon: int) -> bool:
-        """Whether `other` accepts everything that this criterion accepts, and so rejects nothing more.
-
-        True is always correct, for responses of 1 to `horizon` tokens. Not every implication is detected:
-        those between k2 and k3 are not, nor those from a mean to a sum of k2 or k3.
-        """
-        removes_less = self.scope == "token" and other.scope == "sequence"
-        if removes_less or (self.negative_advantage_only and not other.negative_advantage_only):
-            return False
-        mine, others = self._subject(), other._subject()
-        if mine is None or others is None:
-            return False
-        (low, high), (least, most) = (tuple(map(_log, rule.band())) for rule in (self, other))
-        if mine != others:
-            # k2 and k3 are never negative, so a bound on their sum also bounds each token's value.
-            bounds_tokens = mine in ("token", "sum of k2", "sum of k3")
-            # k2 and k3 are convex in log ρ: at the mean of log ρ they are at most their mean (Jensen), so
-            # a bound on their mean bounds the geometric mean.
-            from_tokens = others in ("token", "mean of k2", "mean of k3")
-            follows = others in ("product", "geometric mean") or (bounds_tokens and from_tokens)
-            if not follows or low > _ROUNDING or high < -_ROUNDING:
-                return False
-            if others == "product":
-                low, high = horizon * low, horizon * high
-        return low >= least - _ROUNDING and high <= most + _ROUNDING
-
-    def _subject(self) -> str | None:
-        """The quantity that `band` bounds; None: there is none (a lower bound on k2, k3 or a maximum)."""
-        if not self.bounds_ratio:
-            return None
-        if self.lower is not None and (self.statistic in ("k2", "k3") or self.reduction == "max"):
-            return None
-        if self.reduction in ("none", "max"):
-            return "token"
-        if self.statistic in ("ratio", "k1"):
-            return "product" if self.reduction == "sum" else "geometric mean"
-        return f"{self.reduction} of {self.statistic}"
-
 
 @dataclass(frozen=True, slots=True)
 class LossRule:
@@ -243,10 +202,6 @@ class CorrectionRules:
         parts += [CORRECTION_WEIGHTS.part(self.weight.level)] if self.weight.level else []
         by_sign = any(rule.negative_advantage_only for rule in self.reject)
         return frozenset[str]().union(*(part.needs for part in parts), {"advantages"} if by_sign else ())
-
-
-def _log(value: float) -> float:
-    return math.log(value) if value > 0.0 else -math.inf
 
 
 def _exp(value: float) -> float:

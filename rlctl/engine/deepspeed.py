@@ -15,7 +15,7 @@ import shutil
 import subprocess
 import sys
 import warnings
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any, Unpack
@@ -39,7 +39,6 @@ from rlctl.engine.deepspeed_setup import (
 )
 from rlctl.engine.layout import idle_inputs
 from rlctl.engine.log_probs import PolicyModule
-from rlctl.engine.perturb import perturbed
 from rlctl.engine.policy_engine import Engine, FrozenModule, PolicyEngine, ValueEngine
 from rlctl.engine.protocol import StepResult
 from rlctl.engine.ranks import Ranks
@@ -258,7 +257,7 @@ class _Engine(Engine):
 
     @contextlib.contextmanager
     def _gathered(self, parts: Sequence[Tensor], *, changed: bool = False) -> Iterator[Sequence[Tensor]]:
-        """See `Engine._gathered` (under ZeRO-3 a collective); they may be `changed`, on every rank alike."""
+        """See `Engine._gathered` (under ZeRO-3 a collective); a change must be alike on every rank."""
         with self._deepspeed.zero.GatheredParameters(
             parts, 0 if changed else None, enabled=self.zero_stage == 3
         ):
@@ -271,12 +270,6 @@ class DeepSpeedEngine(PolicyEngine, _Engine):
     def __init__(self, model: Any, ranks: Ranks, *, temperature: float, **settings: Unpack[Settings]) -> None:
         wrap = partial(PolicyModule, temperature=temperature, sequence=settings.get("sequence"))
         super().__init__(model, wrap, ranks, **settings)
-
-    def perturbed(
-        self, bit: int, names: Collection[str] | None = None
-    ) -> contextlib.AbstractContextManager[None]:
-        """See `TrainEngine.perturbed` (under ZeRO-3 a collective)."""
-        return perturbed(self._model, bit, names, partial(self._gathered, changed=True))
 
 
 class DeepSpeedCritic(ValueEngine, _Engine):

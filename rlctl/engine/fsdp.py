@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import warnings
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any, Unpack
@@ -26,7 +26,6 @@ from torch.distributed.tensor import DTensor
 from rlctl.engine.deepspeed_setup import Settings, recompute_layers
 from rlctl.engine.layout import idle_inputs
 from rlctl.engine.log_probs import PolicyModule
-from rlctl.engine.perturb import perturbed
 from rlctl.engine.policy_engine import Engine, FrozenModule, PolicyEngine, ValueEngine
 from rlctl.engine.protocol import StepResult
 from rlctl.engine.ranks import Ranks
@@ -113,9 +112,9 @@ class _Engine(Engine):
         reshard(self._module)
 
     @contextlib.contextmanager
-    def _gathered(self, parts: Sequence[Tensor]) -> Iterator[Sequence[Tensor]]:
-        """See `Engine._gathered` (a collective)."""
-        yield [in_full(part.detach()) for part in parts]
+    def _gathered(self, parts: Sequence[Any], *, changed: bool = False) -> Iterator[Sequence[Tensor]]:
+        """See `Engine._gathered` (a collective); a rank changes its own part."""
+        yield [part.to_local() if changed else in_full(part.detach()) for part in parts]
 
 
 class FsdpEngine(PolicyEngine, _Engine):
@@ -124,12 +123,6 @@ class FsdpEngine(PolicyEngine, _Engine):
     def __init__(self, model: Any, ranks: Ranks, *, temperature: float, **settings: Unpack[Settings]) -> None:
         wrap = partial(PolicyModule, temperature=temperature)
         super().__init__(model, wrap, ranks, **settings)
-
-    def perturbed(
-        self, bit: int, names: Collection[str] | None = None
-    ) -> contextlib.AbstractContextManager[None]:
-        """See `TrainEngine.perturbed`; every rank changes its part of the weights."""
-        return perturbed(self._model, bit, names, before=self._ready)
 
 
 class FsdpCritic(ValueEngine, _Engine):

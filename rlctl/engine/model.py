@@ -86,19 +86,6 @@ def load_policy(path: str, **loading: Unpack[Loading]) -> tuple[Any, Any]:
     return model, tokenizer
 
 
-def load_reader(path: str, *, trust_remote_code: bool) -> tuple[Any, Any]:
-    """Loads a model's tokenizer and config, without its weights.
-
-    Raises:
-        UsageError, EnvironmentFailure: as `load_policy`.
-    """
-    from transformers import AutoConfig, AutoTokenizer
-
-    with explained(path) as found:
-        tokenizer = AutoTokenizer.from_pretrained(found, trust_remote_code=trust_remote_code)
-        return tokenizer, AutoConfig.from_pretrained(found, trust_remote_code=trust_remote_code)
-
-
 def load_other_model(path: str, tokenizer: Any, *, key: str, **loading: Unpack[Loading]) -> Any:
     """Loads a causal language model for the policy's tokens: a critic's body, a reference or a teacher.
 

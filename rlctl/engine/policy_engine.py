@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +17,7 @@ from rlctl.engine.layout import BodyReader
 from rlctl.engine.log_probs import policy_output, top_k_output
 from rlctl.engine.lora import Adapter, adapter_parameters, plain_weights
 from rlctl.engine.model import export
-from rlctl.engine.perturb import parts_of
+from rlctl.engine.perturb import parts_of, perturbed
 from rlctl.engine.protocol import PolicyOutput
 from rlctl.engine.ranks import Ranks
 
@@ -29,8 +30,10 @@ class Engine:
     _module: Any  # a `PolicyModule` or `ValueModule`, or what wraps it
     _model: Any  # the policy's Hugging Face causal language model; of a critic the `ValueModule`
 
-    def _gathered(self, parts: Sequence[Tensor]) -> contextlib.AbstractContextManager[Sequence[Tensor]]:
-        """Context of these tensors of `_model` in full, on every rank."""
+    def _gathered(
+        self, parts: Sequence[Tensor], *, changed: bool = False
+    ) -> contextlib.AbstractContextManager[Sequence[Tensor]]:
+        """Context of these tensors of `_model` in full, on every rank; `changed`: what it may change."""
         raise NotImplementedError
 
     def _ready(self) -> None:
@@ -64,6 +67,12 @@ class PolicyEngine(Engine):
         with self._gathered(list(parameters.values())) as parts:
             on_host = [part.detach().to("cpu", self._dtype, copy=True) for part in parts]
         return Adapter.of(self._model, dict(zip(parameters, on_host, strict=True)))
+
+    def perturbed(
+        self, bit: int, names: Collection[str] | None = None
+    ) -> contextlib.AbstractContextManager[None]:
+        """See `TrainEngine.perturbed` (may be a collective)."""
+        return perturbed(self._model, bit, names, partial(self._gathered, changed=True), self._ready)
 
     @property
     def parts(self) -> dict[str, list[str]]:

@@ -111,7 +111,7 @@ def widened(values: Tensor) -> Tensor:
 
 def clamped_exp(log_weight: Tensor) -> Tensor:
     """exp(clip(log w, ±20))."""
-    return log_weight.clamp(-LOG_RATIO_CLAMP, LOG_RATIO_CLAMP).exp()
+    return log_weight.clamp(-LOG_RATIO_CLAMP, LOG_RATIO_CLAMP).exp_()
 
 
 def _check_returned(loss: object, log_probs: Tensor, name: str) -> None:

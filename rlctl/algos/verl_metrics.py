@@ -24,12 +24,12 @@ def criterion_sums(name: str, values: Tensor, lengths: Tensor | None, rule: Reje
         lengths: (K,) tokens for which each value counts; None: values are per token.
     """
     clamped = values.double().clamp(0.0 if rule.lower is None else rule.lower, rule.upper)
-    return moments(f"{name}.tokens", values, lengths) | moments(f"{name}.clamped", clamped, lengths)
+    return moments(f"{name}.verl", values, lengths) | moments(f"{name}.verl_clamped", clamped, lengths)
 
 
 def criterion_moments(sums: HostSums, name: str) -> tuple[float, float]:
     """Mean of the statistic over tokens, and standard deviation of the clamped statistic."""
-    return Moments.read(sums, f"{name}.tokens").mean, Moments.read(sums, f"{name}.clamped").std
+    return Moments.read(sums, f"{name}.verl").mean, Moments.read(sums, f"{name}.verl_clamped").std
 
 
 def weight_metrics(token: Moments, raw: Moments | None) -> HostSums:

@@ -127,8 +127,8 @@ def _implied(rules: tuple[RejectRule, ...], horizon: int) -> list[str]:
     lines = []
     for place, rule in enumerate(rules):
         for other_place, other in enumerate(rules):
-            is_later = other_place < place or not _implies(rule, other, horizon)
-            if other is not rule and _implies(other, rule, horizon) and is_later:
+            is_later = other_place < place or not implies(rule, other, horizon)
+            if other is not rule and implies(other, rule, horizon) and is_later:
                 lines.append(
                     f"{rule.name} never rejects anything: {other.name} implies it ({rule.name} accepts all "
                     f"that {other.name} accepts). It is only measured."
@@ -137,7 +137,7 @@ def _implied(rules: tuple[RejectRule, ...], horizon: int) -> list[str]:
     return lines
 
 
-def _implies(rule: RejectRule, other: RejectRule, horizon: int) -> bool:
+def implies(rule: RejectRule, other: RejectRule, horizon: int) -> bool:
     """Whether `other` accepts everything that `rule` accepts, and so rejects nothing more.
 
     True is always correct, for responses of 1 to `horizon` tokens. Not every implication is detected:

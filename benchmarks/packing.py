@@ -112,7 +112,7 @@ def measure(kind: str, options: argparse.Namespace, actor: DeepSpeedEngine) -> d
     """Per split: seconds of an update, also in padded rows, and number of passes; and number of tokens."""
     batch = batch_of(lengths_of(kind, options.rows, options.longest))
     cuts = {cut: settings_of(cut, options.rows, options.longest) for cut in ("sequences", "tokens")}
-    reader = actor._policy.reader
+    reader = actor._module.reader
     supported = reader.packs
     seconds: dict[tuple[str, bool], list[float]] = {
         (cut, padded): [] for cut in cuts for padded in (False, True)

@@ -146,6 +146,20 @@ def explained(
         raise UsageError(f"not {kind}: {words}", where=where, fix=fix) from error
 
 
+def load_reader(path: str, *, trust_remote_code: bool) -> tuple[Any, Any]:
+    """Loads a model's tokenizer and config, without its weights.
+
+    Raises:
+        UsageError: no such model, or its files cannot be read.
+        EnvironmentFailure: the hub cannot be reached and the model is not in the cache.
+    """
+    from transformers import AutoConfig, AutoTokenizer
+
+    with explained(path) as found:
+        tokenizer = AutoTokenizer.from_pretrained(found, trust_remote_code=trust_remote_code)
+        return tokenizer, AutoConfig.from_pretrained(found, trust_remote_code=trust_remote_code)
+
+
 def check_adapter(path: str, model: ModelSpec) -> None:
     """Refuses a PEFT adapter that cannot be read, or that `lora_rank` and the like do not describe.
 

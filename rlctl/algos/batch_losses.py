@@ -14,8 +14,8 @@ from typing import TYPE_CHECKING
 from pydantic import Field
 
 from rlctl.algos.kl import never_negative
-from rlctl.algos.losses import CLIP_OPTIONS, RATIO, LossInputs, TokenLoss, clipped_surrogate
-from rlctl.algos.more_losses import LossParams
+from rlctl.algos.losses import CLIP_OPTIONS, LossInputs, TokenLoss, clipped_surrogate
+from rlctl.algos.more_losses import LossParams, experimental_loss
 from rlctl.algos.rules import LossRule
 from rlctl.lazy import torch
 from rlctl.registry import POLICY_LOSSES
@@ -50,17 +50,17 @@ def _effective_sample_size(batch: WholeBatch, rule: LossRule) -> float:
     return total * total / (n * squares) if squares > 0 else 1.0
 
 
-@POLICY_LOSSES.register(
-    label="P3O: the effective sample size bounds the ratio and weighs a KL",
+@experimental_loss(
     formula="w · (−sg(min(r, ESS)) · A · log π_θ + (1 − ESS) · k3(π_θ, π_old))",
     source="Fakoor et al. 2026, arXiv 2605.12380; from FeynRL's code",
-    needs=RATIO,
     batch_statistics=_effective_sample_size,
-    unbiased=True,
-    experimental=True,
+    vanishes_without_advantage=False,
 )
 def p3o(rule: LossRule, inputs: LossInputs) -> TokenLoss:
-    """ESS = (Σr)² / (n Σr²) over the tokens of the mini-batch. There are no hyperparameters."""
+    """P3O: the effective sample size bounds the ratio and weighs a KL.
+
+    ESS = (Σr)² / (n Σr²) over the tokens of the mini-batch. There are no hyperparameters.
+    """
     ess: float = rule.batch_statistics
     ratio = inputs.ratio.detach()
     policy = -ratio.clamp(max=ess) * inputs.advantages * inputs.log_probs
@@ -92,19 +92,16 @@ def _largest_kept(batch: WholeBatch, rule: LossRule) -> float:
     return float(kept[-1]) if len(kept) else 0.0
 
 
-@POLICY_LOSSES.register(
-    label="M2PO: drops the tokens with the largest log² r until the second moment of log r is small",
+@experimental_loss(
     formula="−w · M · r · A; where A·log r > 0 the largest log² r are dropped until their mean ≤ budget",
     source="Zheng et al. 2025, arXiv 2510.01161; as masks in AReaL's code, which applies it to all tokens",
-    needs=RATIO,
     params=M2poParams,
     batch_statistics=_largest_kept,
-    unbiased=True,
-    vanishes_without_advantage=True,
-    experimental=True,
 )
 def m2po(rule: LossRule, inputs: LossInputs) -> TokenLoss:
-    """One bound for the whole mini-batch, so that few tokens are dropped while π_θ is near π_old.
+    """M2PO: drops the tokens with the largest log² r until the second moment of log r is small.
+
+    One bound for the whole mini-batch, so that few tokens are dropped while π_θ is near π_old.
 
     A mean equal to the budget is within it, equal values are dropped together, and all may be dropped.
     """
@@ -141,32 +138,25 @@ def _balanced_bounds(batch: WholeBatch, rule: LossRule) -> tuple[float, float]:
     lowers, uppers = _steps(p.lower, p.lower_max, p.lower_step), _steps(p.upper, p.upper_max, p.upper_step)
     ratio = batch.ratio.double()
     good, bad = batch.advantages.double().clamp(min=0.0), -batch.advantages.double().clamp(max=0.0)
-    gains = [float((ratio.clamp(max=bound) * good).sum()) for bound in uppers]
-    losses = [float((ratio.clamp(min=bound) * bad).sum()) for bound in lowers]
-    found = batch.total([*gains, *losses])
-    gains, losses = found[: len(uppers)], found[len(uppers) :]
-    settings = [(low, 0) for low in range(len(lowers))]
-    settings += [(len(lowers) - 1, up) for up in range(1, len(uppers))]
-    for low, up in settings:
-        if gains[up] >= p.target * losses[low]:
-            return lowers[low], uppers[up]
-    return lowers[-1], uppers[-1]
+    bounds = [(low, uppers[0]) for low in lowers] + [(lowers[-1], up) for up in uppers[1:]]
+    gains = batch.total([float((ratio.clamp(max=up) * good).sum()) for _, up in bounds])
+    losses = batch.total([float((ratio.clamp(min=low) * bad).sum()) for low, _ in bounds])
+    sums = zip(bounds, gains, losses, strict=True)
+    return next((pair for pair, gain, loss in sums if gain >= p.target * loss), bounds[-1])
 
 
-@POLICY_LOSSES.register(
-    label="BAPO: PPO clip whose bounds balance positive and negative contributions",
+@experimental_loss(
     formula="ppo_clip with bounds raised until Σ_{A>0} min(r, hi)·A ≥ target · Σ_{A<0} max(r, lo)·|A|",
     source="Xi et al. 2025, arXiv 2510.18927; from the authors' code",
-    needs=RATIO,
     options={"actor.clip_ratio_c"},
     params=BapoParams,
     batch_statistics=_balanced_bounds,
-    unbiased=True,
-    vanishes_without_advantage=True,
-    experimental=True,
 )
 def bapo(rule: LossRule, inputs: LossInputs) -> TokenLoss:
-    """The bounds are those of the ratio itself, initially [0.6, 1.2]; `clip_ratio_c` as in `ppo_clip`."""
+    """BAPO: PPO clip whose bounds balance positive and negative contributions.
+
+    The bounds are those of the ratio itself, initially [0.6, 1.2]; `clip_ratio_c` as in `ppo_clip`.
+    """
     lower, upper = rule.batch_statistics
     return clipped_surrogate(inputs.ratio, inputs.advantages, lower, upper, rule.clip_c)
 
@@ -178,9 +168,9 @@ class KlCovParams(LossParams):
     kl_coef: float = Field(1.0, ge=0)
 
 
-def _covariance(batch_log_probs: Tensor, advantages: Tensor, means: tuple[float, float]) -> Tensor:
-    """(A − mean A) · (log π_θ − mean log π_θ) of each token."""
-    return (advantages.double() - means[0]) * (batch_log_probs.double() - means[1])
+def _covariance(inputs: LossInputs, means: tuple[float, float]) -> Tensor:
+    """(A − mean A) · (log π_θ − mean log π_θ) of each token, a constant."""
+    return (inputs.advantages.double() - means[0]) * (inputs.log_probs.detach().double() - means[1])
 
 
 def _means(batch: WholeBatch) -> tuple[tuple[float, float], float]:
@@ -193,26 +183,26 @@ def _means(batch: WholeBatch) -> tuple[tuple[float, float], float]:
 def _covariance_bound(batch: WholeBatch, rule: LossRule) -> tuple[tuple[float, float], float]:
     """Means as in `_means`, and the k-th largest covariance, k = max(1, fraction · tokens)."""
     means, _ = _means(batch)
-    values = batch.all_gather(_covariance(batch.log_probs, batch.advantages, means))
+    values = batch.all_gather(_covariance(batch, means))
     k = max(1, int(len(values) * rule.params.fraction))
     return means, float(values.topk(min(k, len(values))).values[-1]) if len(values) else float("inf")
 
 
-@POLICY_LOSSES.register(
-    label="KL-Cov: a penalty on the tokens whose log-prob and advantage have the largest covariance",
+@experimental_loss(
     formula="w · (−r·A + coef · |log r| for the `fraction` of tokens of largest covariance)",
     source="Cui et al. 2025, arXiv 2505.22617; from verl's code",
-    needs=RATIO,
     params=KlCovParams,
     batch_statistics=_covariance_bound,
-    unbiased=True,
-    experimental=True,
+    vanishes_without_advantage=False,
 )
 def kl_cov(rule: LossRule, inputs: LossInputs) -> TokenLoss:
-    """Penalises tokens of high covariance, because these lower the entropy; equal values alike."""
+    """KL-Cov: a penalty on the tokens whose log-prob and advantage have the largest covariance.
+
+    Penalises tokens of high covariance, because these lower the entropy; equal values alike.
+    """
     means, least = rule.batch_statistics
     log_r = inputs.log_ratio
-    penalised = _covariance(inputs.log_probs.detach(), inputs.advantages, means) >= least
+    penalised = _covariance(inputs, means) >= least
     penalty = torch.where(penalised, rule.params.kl_coef * log_r.abs(), 0.0)
     return TokenLoss(penalty - inputs.advantages * log_r.exp(), penalised)
 
@@ -231,7 +221,7 @@ def _clip_and_choose(
     """PPO's clipped loss, and the tokens in the range of covariances that it does not clip."""
     loss = clipped_surrogate(inputs.ratio, inputs.advantages, *rule.interval)
     assert loss.clipped is not None
-    covariance = _covariance(inputs.log_probs.detach(), inputs.advantages, means)
+    covariance = _covariance(inputs, means)
     return loss, (covariance > rule.params.low) & (covariance < rule.params.high) & ~loss.clipped
 
 
@@ -244,19 +234,18 @@ def _survival(batch: WholeBatch, rule: LossRule) -> tuple[tuple[float, float], f
     return means, max(0.0, 1.0 - dropped / max(candidates, 1.0))
 
 
-@POLICY_LOSSES.register(
-    label="Clip-Cov: PPO clip that drops a few tokens of high covariance",
+@experimental_loss(
     formula="ppo_clip · (1 − k/m) for the m tokens of covariance in (low, high), k = fraction · tokens",
     source="Cui et al. 2025, arXiv 2505.22617; from verl's code, averaged over its random choice",
-    needs=RATIO,
     options=CLIP_OPTIONS,
     params=ClipCovParams,
     batch_statistics=_survival,
-    vanishes_without_advantage=True,
-    experimental=True,
+    unbiased=False,
 )
 def clip_cov(rule: LossRule, inputs: LossInputs) -> TokenLoss:
-    """The source drops k of the m tokens at random; here each has the expected weight 1 − k/m.
+    """Clip-Cov: PPO clip that drops a few tokens of high covariance.
+
+    The source drops k of the m tokens at random; here each has the expected weight 1 − k/m.
 
     The expected gradient is the same, and no random numbers are needed.
     """

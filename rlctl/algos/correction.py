@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 
 from rlctl.algos import verl_metrics
+from rlctl.algos.losses import clamped_exp
 from rlctl.algos.rules import LOG_RATIO_CLAMP, CorrectionRules, RejectRule, WeightRule
 from rlctl.algos.segments import HostSums, Moments, Segments, Sums, Units, divided, moments, ratio
 from rlctl.registry import CORRECTION_WEIGHTS, REJECTION_CRITERIA, Registry, is_builtin
@@ -164,11 +165,6 @@ def _check_inputs(
 
 
 # --- rejection and weights --------------------------------------------------------------------------
-
-
-def clamped_exp(log_weight: Tensor) -> Tensor:
-    """exp(clip(log w, ±20))."""
-    return log_weight.clamp(-LOG_RATIO_CLAMP, LOG_RATIO_CLAMP).exp_()
 
 
 def bound(weights: Tensor, rule: WeightRule) -> Tensor:

@@ -140,27 +140,31 @@ def _compared(rewards: Tensor, group_ids: Tensor) -> tuple[Tensor, Tensor, Tenso
 
 
 @ADVANTAGE_ESTIMATORS.register(
-    label="REINFORCE leave-one-out",
     formula="A_i = r_i − mean reward of the group's other responses",
     source="Ahmadian et al. 2024, Back to Basics",
     needs={"group_ids"},
     unbiased=True,
 )
 def rloo(inputs: AdvantageInputs) -> Tensor:
-    """One advantage per episode."""
+    """REINFORCE leave-one-out.
+
+    One advantage per episode.
+    """
     centred, _, sizes = _compared(inputs.rewards, inputs.group_ids)
     return (centred * sizes / (sizes - 1).clamp(min=1)).float()
 
 
 @ADVANTAGE_ESTIMATORS.register(
-    label="Group-relative advantage",
     formula="A_i = (r_i − mean) / (std + 1e-6) over the group",
     source="Shao et al. 2024, DeepSeekMath, section 4.1.2",
     needs={"group_ids"},
     options={"algorithm.norm_adv_by_std_in_grpo"},
 )
 def grpo(inputs: AdvantageInputs) -> Tensor:
-    """One advantage per episode; std with n − 1. A group of equal rewards gets exactly 0."""
+    """Group-relative advantage.
+
+    One advantage per episode; std with n − 1. A group of equal rewards gets exactly 0.
+    """
     centred, _, sizes = _compared(inputs.rewards, inputs.group_ids)
     if inputs.divide_by_std:
         squares = group_sums(centred.square(), inputs.group_ids)
@@ -169,62 +173,71 @@ def grpo(inputs: AdvantageInputs) -> Tensor:
 
 
 @ADVANTAGE_ESTIMATORS.register(
-    label="Dr. GRPO: GRPO without the standard deviation",
     formula="A_i = r_i − mean over the group",
     source="Liu et al. 2025, Understanding R1-Zero-Like Training",
     needs={"group_ids"},
 )
 def dr_grpo(inputs: AdvantageInputs) -> Tensor:
-    """One advantage per episode."""
+    """Dr. GRPO: GRPO without the standard deviation.
+
+    One advantage per episode.
+    """
     return grpo(replace(inputs, divide_by_std=False))
 
 
 @ADVANTAGE_ESTIMATORS.register(
-    label="MaxRL: the mean in place of the standard deviation",
     formula="A_i = (r_i − mean) / mean over the group; 0 where the mean is not positive",
     source="arXiv 2602.02710; from prime-rl's code",
     needs={"group_ids"},
     experimental=True,
 )
 def maxrl(inputs: AdvantageInputs) -> Tensor:
-    """For rewards ≥ 0: rarer successes get larger advantages, as under maximum likelihood."""
+    """MaxRL: the mean in place of the standard deviation.
+
+    For rewards ≥ 0: rarer successes get larger advantages, as under maximum likelihood.
+    """
     centred, mean, _ = _compared(inputs.rewards, inputs.group_ids)
     return torch.where(mean > 0, centred / mean.where(mean > 0, 1.0), 0.0).float()
 
 
 @ADVANTAGE_ESTIMATORS.register(
-    label="GPG: Dr. GRPO, scaled up as rewards become rare",
     formula="A_i = N / (number of r_j ≠ 0) · (r_i − mean over the group), N and r_j of the whole batch",
     source="Chu et al. 2025, arXiv 2504.02546; from verl's code",
     needs={"group_ids"},
     experimental=True,
 )
 def gpg(inputs: AdvantageInputs) -> Tensor:
-    """One advantage per episode; GPG is this estimator with the loss `reinforce`."""
+    """GPG: Dr. GRPO, scaled up as rewards become rare.
+
+    One advantage per episode; GPG is this estimator with the loss `reinforce`.
+    """
     paid = (inputs.rewards != 0).sum().clamp(min=1)
     return dr_grpo(inputs) * (len(inputs.group_ids) / paid)
 
 
 @ADVANTAGE_ESTIMATORS.register(
-    label="Optimal reward baseline",
     formula="A_i = r_i − Σ_j l_j r_j / Σ_j l_j over the group, l in response tokens",
     source="Hao et al. 2025, On-Policy RL with Optimal Reward Baseline",
     needs={"group_ids"},
 )
 def opo(inputs: AdvantageInputs) -> Tensor:
-    """The baseline of least variance if the gradients of tokens have equal norms and are uncorrelated."""
+    """Optimal reward baseline.
+
+    The baseline of least variance if the gradients of tokens have equal norms and are uncorrelated.
+    """
     return weighted_baseline(inputs, inputs.unit.lengths)
 
 
 @ADVANTAGE_ESTIMATORS.register(
-    label="Off-policy optimal baseline (VCPO)",
     formula="A_i = r_i − Σ_j c_j r_j / Σ_j c_j over the group, c = W² · Σ_t ‖∇ log π_t‖², W = Π ρ",
     source="Huang et al. 2026, arXiv 2602.17616 (logit-gradient proxy)",
     needs={"group_ids", "score_norms", "sequence_weights"},
     experimental=True,
 )
 def off_policy_optimal_baseline(inputs: AdvantageInputs) -> Tensor:
-    """The baseline of least variance for sequence weights W.
+    """Off-policy optimal baseline (VCPO).
+
+    The baseline of least variance for sequence weights W.
 
     The source uses the norm of the gradient of the parameters; here it is that of the logits, summed over
     tokens, as in `optimal_token_baseline`.
@@ -250,48 +263,55 @@ def weighted_baseline(inputs: AdvantageInputs, weights: Tensor) -> Tensor:
 
 
 @ADVANTAGE_ESTIMATORS.register(
-    label="ReMax",
     formula="A_i = r_i − score of the greedy response to the same prompt",
     source="Li et al. 2023, ReMax",
     needs={"baseline_scores"},
     unbiased=True,
 )
 def remax(inputs: AdvantageInputs) -> Tensor:
-    """One advantage per episode."""
+    """ReMax.
+
+    One advantage per episode.
+    """
     assert inputs.baseline_scores is not None
     return (inputs.rewards - inputs.baseline_scores.double()).float()
 
 
 @ADVANTAGE_ESTIMATORS.register(
-    label="REINFORCE++",
     formula="G_t = r_t + γ·G_{t+1}, whitened over the batch",
     source="Hu et al. 2025, REINFORCE++",
     options=_DISCOUNT,
 )
 def reinforce_plus_plus(inputs: AdvantageInputs) -> Estimate:
-    """One advantage per token, see `reward_to_go`."""
+    """REINFORCE++.
+
+    One advantage per token, see `reward_to_go`.
+    """
     return Estimate(whiten(reward_to_go(inputs.token_rewards, inputs.unit, inputs.discounts[0])))
 
 
 @ADVANTAGE_ESTIMATORS.register(
-    label="REINFORCE++ with a group baseline",
     formula="r_i − mean over the group, whitened over the batch",
     source="Hu et al. 2025, REINFORCE++",
     needs={"group_ids"},
 )
 def reinforce_plus_plus_baseline(inputs: AdvantageInputs) -> Estimate:
-    """One advantage per token, equal within an episode."""
+    """REINFORCE++ with a group baseline.
+
+    One advantage per token, equal within an episode.
+    """
     return Estimate(whiten(inputs.unit.spread(dr_grpo(inputs))))
 
 
 @ADVANTAGE_ESTIMATORS.register(
-    label="Optimal token baseline",
     formula="A_t = G_t − Σ G_t·W_t / Σ W_t over the group, W_t = Σ_{j≤t} ‖∇ log π_j‖²",
     source="Li et al. 2026, The Optimal Token Baseline (logit-gradient proxy)",
     needs={"group_ids", "score_norms"},
 )
 def optimal_token_baseline(inputs: AdvantageInputs) -> Estimate:
-    """One advantage per token, and one baseline per prompt and timestep.
+    """Optimal token baseline.
+
+    One advantage per token, and one baseline per prompt and timestep.
 
     W_t is the squared norm of the gradient of log π with respect to the logits, summed over the episode so
     far: a baseline close to an episode's return reduces the variance most where its gradient is large. An
@@ -312,14 +332,16 @@ def optimal_token_baseline(inputs: AdvantageInputs) -> Estimate:
 
 
 @ADVANTAGE_ESTIMATORS.register(
-    label="Generalised advantage estimation, with a critic",
     formula="A_t = δ_t + γλ·A_{t+1}, δ_t = r_t + γ·V_{t+1} − V_t, whitened over the batch",
     source="Schulman et al. 2016, High-Dimensional Continuous Control Using GAE",
     needs={"values"},
     options=_DISCOUNT | {"algorithm.lam"},
 )
 def gae(inputs: AdvantageInputs) -> Estimate:
-    """One advantage per token and the critic's targets, see `gae_recursion`."""
+    """Generalised advantage estimation, with a critic.
+
+    One advantage per token and the critic's targets, see `gae_recursion`.
+    """
     assert inputs.values is not None
     plain, returns = gae_recursion(inputs.token_rewards, inputs.values, inputs.unit, *inputs.discounts)
     return Estimate(whiten(plain), returns)

@@ -13,7 +13,7 @@ import math
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
-from rlctl.algos.losses import widened
+from rlctl.algos.losses import clamped_exp, widened
 from rlctl.algos.rules import LOG_RATIO_CLAMP
 from rlctl.registry import KL_ESTIMATORS
 
@@ -65,7 +65,7 @@ def unbiased(log_probs: Tensor, ref_log_probs: Tensor, rollout_log_probs: Tensor
     distribution, for any policy π_rollout that sampled the token. It is not the KL gradient of whole
     sequences, because the preceding tokens follow π_rollout and carry no gradient. The log-ratio is clamped
     to ±20."""
-    return _exp(log_probs - rollout_log_probs) * never_negative(log_probs, ref_log_probs)
+    return clamped_exp(log_probs - rollout_log_probs) * never_negative(log_probs, ref_log_probs)
 
 
 @KL_ESTIMATORS.register(
@@ -80,7 +80,7 @@ def sequence(log_probs: Tensor, ref_log_probs: Tensor, rollout_log_probs: Tensor
     Its variance grows with the length, as with sequence weights. Needs complete responses. The log of the
     product is clamped to ±20."""
     log_product = unit.cumsum(log_probs - rollout_log_probs).to(log_probs.dtype)
-    return _exp(log_product) * never_negative(log_probs, ref_log_probs)
+    return clamped_exp(log_product) * never_negative(log_probs, ref_log_probs)
 
 
 def kl_estimate(kind: str, log_probs: Tensor, ref_log_probs: Tensor) -> Tensor:
@@ -132,10 +132,6 @@ def top_k_kl(log_probs: Tensor, teacher_log_probs: Tensor) -> Tensor:
     new, given = widened(log_probs), widened(teacher_log_probs.detach())
     gaps = (new - given).where(given > _IMPOSSIBLE, 0.0)  # an empty bucket; a token that truncation left out
     return (new.exp() * gaps).sum(-1)
-
-
-def _exp(log_ratio: Tensor) -> Tensor:
-    return log_ratio.clamp(-LOG_RATIO_CLAMP, LOG_RATIO_CLAMP).exp()
 
 
 @dataclass(frozen=True, slots=True)

@@ -8,21 +8,20 @@ stop-gradient operator. The loss of a mini-batch is Σ_t c_t · ℓ_t, see `coef
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar
 
 from rlctl.algos.rules import LOG_RATIO_CLAMP, AggMode, LossRule
 from rlctl.errors import RunFailure
 from rlctl.lazy import torch
-from rlctl.registry import POLICY_LOSSES, ClipBand, PartInputs
+from rlctl.registry import POLICY_LOSSES, ClipBand, Function, PartInputs
 
 if TYPE_CHECKING:
     from torch import Tensor
 
     from rlctl.algos.segments import Segments
 
-#: What a loss with the ratio r needs.
-RATIO = frozenset({"old_log_probs"})
 CLIP_OPTIONS = frozenset({"actor.clip_ratio_low", "actor.clip_ratio_high"})
 
 
@@ -71,6 +70,16 @@ class TokenLoss:
     clipped_lower: Tensor | None = None
 
 
+def ratio_loss(**arguments: Any) -> Callable[[Function], Function]:
+    """Decorator that registers a loss with the ratio r; `arguments` as of `Registry.register`.
+
+    Unless they say otherwise, its expected on-policy gradient is that of the expected reward, and tokens with
+    advantage 0 have none.
+    """
+    usual: dict[str, Any] = {"needs": {"old_log_probs"}, "unbiased": True, "vanishes_without_advantage": True}
+    return POLICY_LOSSES.register(**usual | arguments)
+
+
 def policy_loss(
     rule: LossRule,
     log_probs: Tensor,
@@ -100,6 +109,11 @@ def widened(values: Tensor) -> Tensor:
     return values.float() if values.itemsize < 4 else values
 
 
+def clamped_exp(log_weight: Tensor) -> Tensor:
+    """exp(clip(log w, ±20))."""
+    return log_weight.clamp(-LOG_RATIO_CLAMP, LOG_RATIO_CLAMP).exp_()
+
+
 def _check_returned(loss: object, log_probs: Tensor, name: str) -> None:
     if not isinstance(loss, TokenLoss):
         what, fix = f"policy loss {name} returned {type(loss).__name__}", "return TokenLoss(values)"
@@ -116,44 +130,43 @@ def _check_returned(loss: object, log_probs: Tensor, name: str) -> None:
 
 
 @POLICY_LOSSES.register(
-    label="REINFORCE",
     formula="−w · A · log π_θ",
     source="Williams 1992",
     unbiased=True,
     vanishes_without_advantage=True,
 )
 def reinforce(rule: LossRule, inputs: LossInputs) -> TokenLoss:
-    """With sequence weights w = π_θ/π_rollout the gradient is that of the expected reward under π_θ."""
+    """REINFORCE.
+
+    With sequence weights w = π_θ/π_rollout the gradient is that of the expected reward under π_θ.
+    """
     return TokenLoss(-inputs.advantages * inputs.log_probs)
 
 
-@POLICY_LOSSES.register(
-    label="PPO clip, and dual clip with clip_ratio_c",
+@ratio_loss(
     formula="−w · min(r·A, clip(r, 1 − clip_low, 1 + clip_high)·A)",
     source="Schulman et al. 2017, eq. 7; dual clip: Ye et al. 2020; asymmetric bounds: Yu et al. 2025, DAPO",
-    needs=RATIO,
     options=CLIP_OPTIONS | {"actor.clip_ratio_c"},
-    unbiased=True,
-    vanishes_without_advantage=True,
     clip=ClipBand("PPO clip"),
 )
 def ppo_clip(rule: LossRule, inputs: LossInputs) -> TokenLoss:
-    """With `clip_c`, where A < 0 it is −w · max(min(…), clip_c·A): a very large ratio does not dominate."""
+    """PPO clip, and dual clip with clip_ratio_c.
+
+    With `clip_c`, where A < 0 it is −w · max(min(…), clip_c·A): a very large ratio does not dominate.
+    """
     return clipped_surrogate(inputs.ratio, inputs.advantages, *rule.interval, rule.clip_c)
 
 
-@POLICY_LOSSES.register(
-    label="GSPO: PPO clip of one ratio per sequence",
+@ratio_loss(
     formula="ppo_clip with s = exp(mean_t log r_t)",
     source="Zheng et al. 2025, Group Sequence Policy Optimization, eq. 5",
-    needs=RATIO,
     options=CLIP_OPTIONS,
-    unbiased=True,
-    vanishes_without_advantage=True,
     clip=ClipBand("GSPO clip", "the geometric mean of a response's ratios"),
 )
 def gspo(rule: LossRule, inputs: LossInputs) -> TokenLoss:
-    """The ratio of a sequence is clipped as a whole.
+    """GSPO: PPO clip of one ratio per sequence.
+
+    The ratio of a sequence is clipped as a whole.
 
     Token t's ratio is sg(s) · π_θ(t)/sg(π_θ(t)): its value is s, its gradient s · ∇log π_θ(t), so
     that `seq-mean-token-mean` yields GSPO's gradient where a sequence's advantages are equal, and
@@ -163,55 +176,50 @@ def gspo(rule: LossRule, inputs: LossInputs) -> TokenLoss:
     fixed = inputs.log_probs.detach()
     mean_gap = inputs.unit.mean(fixed - inputs.old_log_probs).to(fixed.dtype)
     log_s = inputs.unit.spread(mean_gap) + inputs.log_probs - fixed
-    ratio = log_s.clamp(-LOG_RATIO_CLAMP, LOG_RATIO_CLAMP).exp()
-    return clipped_surrogate(ratio, inputs.advantages, *rule.interval)
+    return clipped_surrogate(clamped_exp(log_s), inputs.advantages, *rule.interval)
 
 
-@POLICY_LOSSES.register(
-    label="CISPO: REINFORCE weighted by the clipped ratio",
+@ratio_loss(
     formula="−w · sg(clip(r, 1 − clip_low, 1 + clip_high)) · A · log π_θ",
     source="MiniMax 2025, MiniMax-M1 (there only clip_high is active)",
-    needs=RATIO,
     options=CLIP_OPTIONS,
-    unbiased=True,
-    vanishes_without_advantage=True,
     clip=ClipBand("CISPO clip", outside="the nearer bound is the weight of the token's gradient"),
 )
 def cispo(rule: LossRule, inputs: LossInputs) -> TokenLoss:
-    """The clip bounds a token's weight; no token loses its gradient."""
+    """CISPO: REINFORCE weighted by the clipped ratio.
+
+    The clip bounds a token's weight; no token loses its gradient.
+    """
     ratio = inputs.ratio.detach()
     bounded = ratio.clamp(*rule.interval)
     return TokenLoss(-bounded * inputs.advantages * inputs.log_probs, bounded != ratio)
 
 
-@POLICY_LOSSES.register(
-    label="SAPO: a smooth gate instead of a clip",
+@ratio_loss(
     formula="−w · (4/τ)·σ(τ·(r − 1)) · A, τ = tau_pos where A > 0, else tau_neg",
     source="Gao et al. 2025, Soft Adaptive Policy Optimization",
-    needs=RATIO,
     options={"actor.tau_pos", "actor.tau_neg"},
-    unbiased=True,
-    vanishes_without_advantage=True,
 )
 def sapo(rule: LossRule, inputs: LossInputs) -> TokenLoss:
-    """At r = 1 the gate's slope is 1, the gradient of REINFORCE; the slope decreases on both sides."""
+    """SAPO: a smooth gate instead of a clip.
+
+    At r = 1 the gate's slope is 1, the gradient of REINFORCE; the slope decreases on both sides.
+    """
     ratio = inputs.ratio
     tau = torch.full_like(ratio, rule.tau_neg).masked_fill(inputs.advantages > 0, rule.tau_pos)
     gate = torch.sigmoid(tau * (ratio - 1.0)) * 4.0 / tau
     return TokenLoss(-gate * inputs.advantages)
 
 
-@POLICY_LOSSES.register(
-    label="DPPO: REINFORCE in a trust region of divergence",
+@ratio_loss(
     formula="−w · sg(M · min(r, clip_c)) · A · log π_θ",
     source="Qi et al. 2026, Rethinking the Trust Region in LLM Reinforcement Learning (DPPO-Binary)",
-    needs=RATIO,
     options=CLIP_OPTIONS | {"actor.clip_ratio_c", "actor.dppo_divergence"},
-    unbiased=True,
-    vanishes_without_advantage=True,
 )
 def dppo(rule: LossRule, inputs: LossInputs) -> TokenLoss:
-    """A bound on divergence, not on r: rare tokens may change more, frequent ones less.
+    """DPPO: REINFORCE in a trust region of divergence.
+
+    A bound on divergence, not on r: rare tokens may change more, frequent ones less.
 
     M is 0 for a token that the update would move further out of the region: A > 0 and π_θ above π_old by
     more than `clip_high`, or A < 0 and below by more than `clip_low`; else 1. The distance is that of the

@@ -6,14 +6,15 @@ is π_rollout, μ in the papers. "From NAME's code" means that the formula was t
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Literal
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any, Literal
 
 from pydantic import BaseModel, Field
 
-from rlctl.algos.losses import RATIO, LossInputs, TokenLoss, larger_of
+from rlctl.algos.losses import LossInputs, TokenLoss, larger_of, ratio_loss
 from rlctl.algos.rules import LOG_RATIO_CLAMP, LossRule
 from rlctl.lazy import torch
-from rlctl.registry import POLICY_LOSSES
+from rlctl.registry import Function
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -21,6 +22,11 @@ if TYPE_CHECKING:
 
 class LossParams(BaseModel, extra="forbid"):
     """Base of a loss's own parameters, `algorithm.rollout_correction.loss_params.*`."""
+
+
+def experimental_loss(**arguments: Any) -> Callable[[Function], Function]:
+    """As `ratio_loss`, for a loss that is not yet validated on real runs."""
+    return ratio_loss(experimental=True, **arguments)
 
 
 class VespoParams(LossParams):
@@ -32,18 +38,16 @@ class VespoParams(LossParams):
     lambda_neg: float = Field(2.0, ge=0)
 
 
-@POLICY_LOSSES.register(
-    label="VESPO: REINFORCE with a gamma-shaped sequence weight",
+@experimental_loss(
     formula="−w · sg(W^k · exp(λ·(1 − W))) · A · log π_θ, k and λ by the sign of A",
     source="arXiv 2602.10693; from TRL's code",
-    needs=RATIO,
     params=VespoParams,
-    unbiased=True,
-    vanishes_without_advantage=True,
-    experimental=True,
 )
 def vespo(rule: LossRule, inputs: LossInputs) -> TokenLoss:
-    """The weight is 1 at W = 1; it tends to 0 as W^k for W → 0, and exponentially for W → ∞."""
+    """VESPO: REINFORCE with a gamma-shaped sequence weight.
+
+    The weight is 1 at W = 1; it tends to 0 as W^k for W → 0, and exponentially for W → ∞.
+    """
     p: VespoParams = rule.params
     log_w, advantages = _log_product(inputs), inputs.advantages
     k = torch.full_like(advantages, p.k_neg).masked_fill(advantages >= 0, p.k_pos)
@@ -52,17 +56,14 @@ def vespo(rule: LossRule, inputs: LossInputs) -> TokenLoss:
     return TokenLoss(-phi * advantages * inputs.log_probs)
 
 
-@POLICY_LOSSES.register(
-    label="TOPR: truncated sequence weights for negative advantages alone",
+@experimental_loss(
     formula="−w · sg(1 if A ≥ 0, else min(W, 1)) · A · log π_θ",
     source="Le Roux et al. 2025, arXiv 2503.14286",
-    needs=RATIO,
-    unbiased=True,
-    vanishes_without_advantage=True,
-    experimental=True,
 )
 def topr(rule: LossRule, inputs: LossInputs) -> TokenLoss:
-    """Responses with A ≥ 0 have weight 1 for any π_θ; the others' weight falls as they become less likely.
+    """TOPR: truncated sequence weights for negative advantages alone.
+
+    Responses with A ≥ 0 have weight 1 for any π_θ; the others' weight falls as they become less likely.
 
     The paper uses the sign of the reward; this loss uses the sign of the advantage.
     """
@@ -80,18 +81,16 @@ class DispoParams(LossParams):
     high_neg: float = Field(ge=0, examples=[0.2])
 
 
-@POLICY_LOSSES.register(
-    label="DISPO: CISPO with separate clips for each sign of the advantage",
+@experimental_loss(
     formula="−w · sg(clip(r, 1 − low±, 1 + high±)) · A · log π_θ",
     source="Karaman et al. 2026, arXiv 2602.00983; the source gives no values: all four are required",
-    needs=RATIO,
     params=DispoParams,
-    unbiased=True,
-    vanishes_without_advantage=True,
-    experimental=True,
 )
 def dispo(rule: LossRule, inputs: LossInputs) -> TokenLoss:
-    """Separate bounds for four cases: advantage positive or not, token more or less likely than before."""
+    """DISPO: CISPO with separate clips for each sign of the advantage.
+
+    Separate bounds for four cases: advantage positive or not, token more or less likely than before.
+    """
     p: DispoParams = rule.params
     ratio = inputs.ratio.detach()
     good = ratio.clamp(1.0 - p.low_pos, 1.0 + p.high_pos)
@@ -110,18 +109,16 @@ class CtpoParams(LossParams):
     power: float = 0.5
 
 
-@POLICY_LOSSES.register(
-    label="CTPO: PPO clip of the prefix's ratio, its bounds growing with √t",
+@experimental_loss(
     formula="−w · min(R_t·A, clip(R_t)·A), R_t = Π_{s≤t} r_s, log R_t in [−low·t^power, high·t^power]",
     source="Zhang et al. 2026, arXiv 2605.07331; from the authors' code",
-    needs=RATIO,
     params=CtpoParams,
-    unbiased=True,
-    vanishes_without_advantage=True,
-    experimental=True,
 )
 def ctpo(rule: LossRule, inputs: LossInputs) -> TokenLoss:
-    """R_t passes gradient to token t only. The dual clip of negative advantages grows with t as well."""
+    """CTPO: PPO clip of the prefix's ratio, its bounds growing with √t.
+
+    R_t passes gradient to token t only. The dual clip of negative advantages grows with t as well.
+    """
     p: CtpoParams = rule.params
     token, advantages = inputs.log_ratio, inputs.advantages
     own = token - token.detach()
@@ -139,18 +136,16 @@ class GmpoParams(LossParams):
     high: float = Field(0.4, gt=0)
 
 
-@POLICY_LOSSES.register(
-    label="GMPO: the geometric mean of token ratios that are clipped one by one",
+@experimental_loss(
     formula="−w · A · exp(mean_t c_t), c_t = min (A < 0: max) of log r_t and clip(log r_t, −low, high)",
     source="Zhao et al. 2025, arXiv 2507.20673; from TRL's code",
-    needs=RATIO,
     params=GmpoParams,
-    unbiased=True,
-    vanishes_without_advantage=True,
-    experimental=True,
 )
 def gmpo(rule: LossRule, inputs: LossInputs) -> TokenLoss:
-    """Equals GMPO's loss under `seq-mean-token-mean`. As in `gspo`, each token carries its own gradient."""
+    """GMPO: the geometric mean of token ratios that are clipped one by one.
+
+    Equals GMPO's loss under `seq-mean-token-mean`. As in `gspo`, each token carries its own gradient.
+    """
     p: GmpoParams = rule.params
     token, advantages = inputs.log_ratio, inputs.advantages
     inside = token.clamp(-p.low, p.high)
@@ -165,18 +160,16 @@ class DrpoParams(LossParams):
     epsilon: float = Field(12.5, gt=0)
 
 
-@POLICY_LOSSES.register(
-    label="DRPO: a quadratic penalty in place of DPPO's mask",
+@experimental_loss(
     formula="w · (−A·r + |A| · π_old · (r − 1)² / (2ε))",
     source="arXiv 2606.09821; from UniRL's code",
-    needs=RATIO,
     params=DrpoParams,
-    unbiased=True,
-    vanishes_without_advantage=True,
-    experimental=True,
 )
 def drpo(rule: LossRule, inputs: LossInputs) -> TokenLoss:
-    """The gradient changes sign at |π_θ − π_old| = ε: a bound on the probability, not on the ratio."""
+    """DRPO: a quadratic penalty in place of DPPO's mask.
+
+    The gradient changes sign at |π_θ − π_old| = ε: a bound on the probability, not on the ratio.
+    """
     ratio = inputs.ratio
     distance = inputs.old_log_probs.exp() * (ratio - 1.0).square() / (2.0 * rule.params.epsilon)
     return TokenLoss(inputs.advantages.abs() * distance - inputs.advantages * ratio)
@@ -188,17 +181,17 @@ class DroParams(LossParams):
     beta: float = Field(gt=0, examples=[0.1])
 
 
-@POLICY_LOSSES.register(
-    label="DRO: REINFORCE with a squared log-ratio penalty",
+@experimental_loss(
     formula="−w · (A · log π_θ − ½ β · log² r)",
     source="Richemond et al. 2024; from verl's code",
-    needs=RATIO,
     params=DroParams,
-    unbiased=True,
-    experimental=True,
+    vanishes_without_advantage=False,
 )
 def dro(rule: LossRule, inputs: LossInputs) -> TokenLoss:
-    """The advantage is not multiplied by a ratio; off-policy, the penalty pulls π_θ back to π_old instead."""
+    """DRO: REINFORCE with a squared log-ratio penalty.
+
+    The advantage is not multiplied by a ratio; off-policy, the penalty pulls π_θ back to π_old instead.
+    """
     penalty = 0.5 * rule.params.beta * inputs.log_ratio.square()
     return TokenLoss(penalty - inputs.advantages * inputs.log_probs)
 
@@ -214,17 +207,17 @@ class SamplerPenaltyParams(LossParams):
     tau: float = Field(1e-3, ge=0)
 
 
-@POLICY_LOSSES.register(
-    label="Sampler penalty (Kimi K2.5), with the trust regions of prime-rl",
+@experimental_loss(
     formula="w · (−M · r · A + τ · log² r), M = 0 outside the region",
     source="arXiv 2602.02276; from prime-rl's code: its losses default, ipo and kpop",
-    needs=RATIO,
     params=SamplerPenaltyParams,
-    unbiased=True,
-    experimental=True,
+    vanishes_without_advantage=False,
 )
 def sampler_penalty(rule: LossRule, inputs: LossInputs) -> TokenLoss:
-    """The penalty also applies to masked tokens and pulls them back to π_old."""
+    """Sampler penalty (Kimi K2.5), with the trust regions of prime-rl.
+
+    The penalty also applies to masked tokens and pulls them back to π_old.
+    """
     p: SamplerPenaltyParams = rule.params
     gap, advantages = inputs.log_ratio, inputs.advantages
     new, old = inputs.log_probs.detach().exp(), inputs.old_log_probs.exp()

@@ -139,42 +139,6 @@ class RejectRule:
             return _exp(-width), _exp(width)
         return _k3_band(upper)
 
-    def implies(self, other: RejectRule, horizon: int) -> bool:
-        """Whether `other` accepts everything that this criterion accepts, and so rejects nothing more.
-
-        True is always correct, for responses of 1 to `horizon` tokens. Not every implication is detected:
-        those between k2 and k3 are not, nor those from a mean to a sum of k2 or k3.
-        """
-        removes_less = self.scope == "token" and other.scope == "sequence"
-        if removes_less or (self.negative_advantage_only and not other.negative_advantage_only):
-            return False
-        mine, others = self._subject(), other._subject()
-        if mine is None or others is None:
-            return False
-        factors = horizon if others == "product" and mine != "product" else 1
-        if mine != others:
-            # k2 and k3 are never negative, so a bound on their sum also bounds each token's value.
-            bounds_tokens = mine in ("token", "sum of k2", "sum of k3")
-            # k2 and k3 are convex in log ρ: at the mean of log ρ they are at most their mean (Jensen), so
-            # a bound on their mean bounds the geometric mean.
-            from_tokens = others in ("token", "mean of k2", "mean of k3")
-            follows = others in ("product", "geometric mean") or (bounds_tokens and from_tokens)
-            if not follows or not _within((1.0, 1.0), self.band()):
-                return False
-        return _within(self.band(), other.band(), factors)
-
-    def _subject(self) -> str | None:
-        """The quantity that `band` bounds; None: there is none (a lower bound on k2, k3 or a maximum)."""
-        if not self.bounds_ratio:
-            return None
-        if self.lower is not None and (self.statistic in ("k2", "k3") or self.reduction == "max"):
-            return None
-        if self.reduction in ("none", "max"):
-            return "token"
-        if self.statistic in ("ratio", "k1"):
-            return "product" if self.reduction == "sum" else "geometric mean"
-        return f"{self.reduction} of {self.statistic}"
-
 
 @dataclass(frozen=True, slots=True)
 class LossRule:
@@ -240,33 +204,21 @@ class CorrectionRules:
         return frozenset[str]().union(*(part.needs for part in parts), {"advantages"} if by_sign else ())
 
 
-def _within(band: tuple[float, float], other: tuple[float, float], factors: int = 1) -> bool:
-    """Whether a product of `factors` numbers from one band always lies in the other, up to rounding."""
-    (low, high), (least, most) = (tuple(_log(edge) for edge in edges) for edges in (band, other))
-    return factors * low >= least - 1e-9 and factors * high <= most + 1e-9
-
-
-def _log(value: float) -> float:
-    return math.log(value) if value > 0.0 else -math.inf
-
-
 def _exp(value: float) -> float:
     """`exp` that saturates to infinity instead of raising."""
     return math.inf if value > 700.0 else math.exp(value)
 
 
 def _k3_band(upper: float) -> tuple[float, float]:
-    """Solve ρ − 1 − log ρ = upper for its two roots around 1, by bisection in log ρ."""
+    """Solves ρ − 1 − log ρ = upper for its two roots around 1, in log ρ."""
+    from scipy.optimize import brentq  # slow to import
+
     if upper == math.inf:
         return 0.0, math.inf
 
-    def k3(log_ratio: float) -> float:
-        return _exp(log_ratio) - 1.0 - log_ratio
+    def excess(log_ratio: float) -> float:
+        return _exp(log_ratio) - 1.0 - log_ratio - upper
 
-    def root(inside: float, outside: float) -> float:
-        for _ in range(200):
-            middle = 0.5 * (inside + outside)
-            inside, outside = (middle, outside) if k3(middle) <= upper else (inside, middle)
-        return _exp(inside)
-
-    return root(0.0, -(upper + 2.0)), root(0.0, math.log(upper + 2.0) + 2.0)
+    edges = -(upper + 2.0), math.log(upper + 2.0) + 2.0
+    low, high = (_exp(brentq(excess, 0.0, edge, xtol=1e-15)) for edge in edges)
+    return low, high

@@ -20,7 +20,8 @@ import torch
 from torch import Tensor
 
 from rlctl.algos.correction import bound
-from rlctl.algos.rules import LOG_RATIO_CLAMP, WeightRule
+from rlctl.algos.losses import clamped_exp
+from rlctl.algos.rules import WeightRule
 
 #: Lower bound of the probability outside H: 1 − Σ_H can be 0, or negative by rounding.
 _MIN_TAIL = 1e-6
@@ -55,5 +56,5 @@ def score_factors(log_probs: Tensor, rollout_log_probs: Tensor, rule: WeightRule
 
 
 def _weight(log_ratio: Tensor, rule: WeightRule) -> Tensor:
-    ratio = log_ratio.clamp(-LOG_RATIO_CLAMP, LOG_RATIO_CLAMP).exp()
+    ratio = clamped_exp(log_ratio)
     return torch.ones_like(ratio) if rule.level is None else bound(ratio, rule)

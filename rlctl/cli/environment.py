@@ -103,8 +103,7 @@ def _model(spec: RunSpec, model: str | None) -> tuple[Any, list[int]]:
         return tokenizer, [tokenizer.eos_token_id]
     from transformers import GenerationConfig
 
-    from rlctl.engine.model import load_reader
-    from rlctl.model_files import model_directory
+    from rlctl.model_files import load_reader, model_directory
     from rlctl.rollout.protocol import end_ids
 
     path = model_directory(model)

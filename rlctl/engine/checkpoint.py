@@ -10,14 +10,12 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import json
-import os
 import shutil
 from collections.abc import Collection, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from types import MappingProxyType
-from typing import Any
 
 from rlctl.errors import RlctlError, RunFailure, UsageError, first_line
 from rlctl.files import apply_umask, sha256_of, sync
@@ -101,34 +99,9 @@ def writing(root: Path, step: int) -> Iterator[None]:
         while cause and not isinstance(cause, OSError):  # torch raises its own error after that of the write
             cause = cause.__context__
         reason = getattr(cause, "strerror", None) or first_line(error)
-        raise RunFailure(
-            f"the checkpoint of step {step} could not be written: {reason}",
-            where=str(root),
-            fix="free space or set trainer.max_ckpt_to_keep lower; earlier checkpoints are intact",
-        ) from error
-
-
-class HashedFile:
-    """A file that is hashed while it is written sequentially."""
-
-    def __init__(self, path: Path) -> None:
-        self._file, self._hash = path.open("wb"), hashlib.sha256()
-
-    def write(self, data: Any) -> int:
-        """Appends bytes; returns their number."""
-        self._hash.update(data)
-        return self._file.write(data)
-
-    def flush(self) -> None:
-        """Passes buffered bytes to the operating system."""
-        self._file.flush()
-
-    def close(self) -> str:
-        """Syncs the file to disk; returns its SHA-256."""
-        self._file.flush()
-        os.fsync(self._file.fileno())
-        self._file.close()
-        return self._hash.hexdigest()
+        what = f"the checkpoint of step {step} could not be written: {reason}"
+        fix = "free space or set trainer.max_ckpt_to_keep lower; earlier checkpoints are intact"
+        raise RunFailure(what, where=str(root), fix=fix) from error
 
 
 def hash_share(partial: Path, known: Collection[str], share: int, shares: int) -> dict[str, str]:
@@ -139,7 +112,7 @@ def hash_share(partial: Path, known: Collection[str], share: int, shares: int) -
     """
     files = {name: path for path in _files(partial) if (name := str(path.relative_to(partial))) not in known}
     left = sorted(files, key=lambda name: -files[name].stat().st_size)
-    return {name: _hash_and_sync(files[name]) for name in left[share::shares]}
+    return {name: hash_and_sync(files[name]) for name in left[share::shares]}
 
 
 def publish(
@@ -224,13 +197,9 @@ def checkpoint_of_run(run_dir: Path, step: int | None = None) -> tuple[Checkpoin
         return checkpoint, notes
     there = ", ".join(path.name for path in sorted(root.glob(f"{_PREFIX}*")))
     wait = "wait for one (see trainer.save_freq), or resume the run until it ends"
-    raise UsageError(
-        "the run has no complete checkpoint"
-        + ("" if step is None else f" of step {step}")
-        + (f" ({notes[0]})" if notes else ""),
-        where=str(root),
-        fix=wait if step is None or not there else f"checkpoints here: {there}",
-    )
+    of_step, why = "" if step is None else f" of step {step}", f" ({notes[0]})" if notes else ""
+    fix = wait if step is None or not there else f"checkpoints here: {there}"
+    raise UsageError(f"the run has no complete checkpoint{of_step}{why}", where=str(root), fix=fix)
 
 
 def bytes_of_newest(root: Path) -> int:
@@ -312,6 +281,7 @@ def _files(directory: Path) -> list[Path]:
     return sorted(path for path in directory.rglob("*") if path.is_file())
 
 
-def _hash_and_sync(path: Path) -> str:
+def hash_and_sync(path: Path) -> str:
+    """Waits until a file is on the disk; returns its SHA-256."""
     sync(path)
     return sha256_of(path)

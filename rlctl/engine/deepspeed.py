@@ -15,20 +15,18 @@ import shutil
 import subprocess
 import sys
 import warnings
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from pathlib import Path
-from typing import IO, Any, Unpack, cast
+from typing import Any, Unpack
 
 import torch
 from pydantic import ValidationError
 from torch import Tensor, nn
 from torch.nn import functional
 
-from rlctl.batch import ModelInputs
-from rlctl.engine.checkpoint import HashedFile
+from rlctl.engine.checkpoint import hash_and_sync
 from rlctl.engine.deepspeed_setup import (
-    GuardedAdamW,
     Settings,
     deepspeed_config,
     expert_blocks,
@@ -39,11 +37,9 @@ from rlctl.engine.deepspeed_setup import (
     unrounded_weights,
     zero_stage_of,
 )
-from rlctl.engine.layout import BodyReader, idle_inputs
+from rlctl.engine.layout import idle_inputs
 from rlctl.engine.log_probs import PolicyModule
-from rlctl.engine.lora import Adapter, adapter_parameters, plain_weights
-from rlctl.engine.perturb import perturbed
-from rlctl.engine.policy_engine import FrozenModule, PolicyEngine
+from rlctl.engine.policy_engine import Engine, FrozenModule, PolicyEngine, ValueEngine
 from rlctl.engine.protocol import StepResult
 from rlctl.engine.ranks import Ranks
 from rlctl.engine.sequence_parallel import SequenceParallel
@@ -58,9 +54,50 @@ _UNIVERSAL = ".universal"
 _SUMS = "fp32_groups_gradients_flat"
 #: Environment variable with which transformers reads weights in sequence, without prefetching.
 _IN_SEQUENCE = "HF_DEACTIVATE_ASYNC_LOAD"
+_NO_CLIPPING = 1 << 62
 
 
-class _Engine:
+class GuardedAdamW(torch.optim.AdamW):
+    """AdamW that can skip a step, and never applies a non-finite gradient.
+
+    DeepSpeed cannot discard accumulated gradients. Its step with an inner optimizer that does nothing
+    clears all buffers of every ZeRO stage in a supported way.
+    """
+
+    skip = False
+    multiply_by = 1.0
+    withheld = False
+    clip_norm: float | None = None
+    _global_grad_norm: float | None = None  # before clipping; DeepSpeed reads it
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], float] | None = None) -> float | None:  # type: ignore[override]
+        """One AdamW step, unless `skip` is set or a gradient is not finite."""
+        grads = [p.grad for group in self.param_groups for p in group["params"] if p.grad is not None]
+        if self.multiply_by != 1.0 and grads:
+            torch._foreach_mul_(grads, self.multiply_by)
+        if self.clip_norm is not None:
+            params = [p for group in self.param_groups for p in group["params"]]
+            norm = nn.utils.clip_grad_norm_(params, self.clip_norm or _NO_CLIPPING)
+            self._global_grad_norm = norm.item()
+        self.withheld = self.skip or not all(map(_is_finite, grads))
+        if not self.withheld:
+            super().step()
+        return None
+
+
+def _is_finite(gradient: Tensor) -> bool:
+    """Whether minimum and maximum are finite; NaN propagates to both.
+
+    `isfinite` would need 7 more bytes per element; on a CPU, `vector_norm(·, inf)` is ten times slower.
+    """
+    if not gradient.numel():
+        return True
+    low, high = torch.aminmax(gradient)
+    return bool(low.isfinite() & high.isfinite())
+
+
+class _Engine(Engine):
     """A module under DeepSpeed: the common part of policy and critic; see `protocol.Trained`.
 
     Args:
@@ -73,14 +110,10 @@ class _Engine:
     """
 
     def __init__(
-        self,
-        model: Any,
-        wrap: Callable[..., nn.Module],
-        ranks: Ranks,
-        **settings: Unpack[Settings],
+        self, model: Any, wrap: Callable[..., nn.Module], ranks: Ranks, **settings: Unpack[Settings]
     ) -> None:
-        self.ranks = ranks
         dtype, grad_clip = settings["dtype"], settings["grad_clip"]
+        self.ranks, self._dtype = ranks, dtype
         self._deepspeed = _import_deepspeed()
         self.zero_stage = stage = zero_stage_of(settings)
         plain = stage == 0
@@ -122,14 +155,11 @@ class _Engine:
         self.scales_gradients = plain or any(hasattr(self._engine.optimizer, way) for way in ways)
         # No dropout: with it, π_θ would differ from the sampling policy, and from one pass to the next.
         self._engine.eval()
-
-    def plan(self, passes: Sequence[ModelInputs]) -> str:
-        """See `Trained.plan`."""
-        reader: BodyReader = self._engine.module.reader
-        if reader.packs is None:
+        if stage == 3:  # only now can it be probed
             with torch.no_grad():
-                self._engine(inputs=idle_inputs(self.ranks.device))
-        return reader.plan(passes)
+                self._engine(inputs=idle_inputs(ranks.device))
+        self._module = self._engine
+        self._model = module.model if isinstance(module, PolicyModule) else module
 
     def backward(self, loss: Tensor, *, last: bool) -> None:
         """Adds the gradient of one share of the mini-batch loss."""
@@ -155,10 +185,7 @@ class _Engine:
                 "a gradient was not finite on some ranks only, so the weights of the ranks differ",
                 fix="resume from the last checkpoint; set actor.grad_clip above 0, which makes ranks agree",
             )
-        if self._optimizer.clip_norm is not None:
-            norm = self._optimizer.grad_norm
-        else:
-            norm = float(self._engine.get_global_grad_norm() or 0.0)
+        norm = float(self._engine.get_global_grad_norm() or 0.0)
         return StepResult(grad_norm=norm, applied=not withheld)
 
     @contextlib.contextmanager
@@ -191,9 +218,9 @@ class _Engine:
         digests: dict[str, str] = {}
 
         def save(state_dict: Any, path: str) -> None:  # DeepSpeed passes keyword arguments
-            file = HashedFile(Path(path))
-            torch.save(state_dict, cast(IO[bytes], file))
-            digests[os.path.relpath(path, directory)] = file.close()
+            with Path(path).open("wb") as file:  # a full disk is then Python's error, which says so
+                torch.save(state_dict, file)
+            digests[os.path.relpath(path, directory)] = hash_and_sync(Path(path))
 
         with _quiet():
             files = self._engine.checkpoint_engine
@@ -228,22 +255,13 @@ class _Engine:
         if path is None:
             raise RunFailure("there is no DeepSpeed state here", where=str(directory / _STATE))
 
-    def _in_full(self, module: nn.Module, *, merged: bool = True) -> Iterator[tuple[str, Tensor]]:
-        """Plain weights by name; under ZeRO-3 gathered one at a time (a collective: all ranks iterate)."""
-        for weight in plain_weights(module, merged=merged):
-            with self._gathered(weight.parts):
-                yield weight.name, weight.value()
-
-    def _gathered(
-        self, parameters: Sequence[Tensor], *, changed: bool = False
-    ) -> contextlib.AbstractContextManager[Any]:
-        """Context in which `parameters` are available in full, and may be `changed`, on every rank alike
-        (under ZeRO-3 a collective)."""
-        if self.zero_stage < 3:
-            return contextlib.nullcontext()
-        gather = self._deepspeed.zero.GatheredParameters
-        context: contextlib.AbstractContextManager[Any] = gather(parameters, 0 if changed else None)
-        return context
+    @contextlib.contextmanager
+    def _gathered(self, parts: Sequence[Tensor], *, changed: bool = False) -> Iterator[Sequence[Tensor]]:
+        """See `Engine._gathered` (under ZeRO-3 a collective); a change must be alike on every rank."""
+        with self._deepspeed.zero.GatheredParameters(
+            parts, 0 if changed else None, enabled=self.zero_stage == 3
+        ):
+            yield parts
 
 
 class DeepSpeedEngine(PolicyEngine, _Engine):
@@ -252,24 +270,9 @@ class DeepSpeedEngine(PolicyEngine, _Engine):
     def __init__(self, model: Any, ranks: Ranks, *, temperature: float, **settings: Unpack[Settings]) -> None:
         wrap = partial(PolicyModule, temperature=temperature, sequence=settings.get("sequence"))
         super().__init__(model, wrap, ranks, **settings)
-        self._policy: PolicyModule = self._engine.module
-        self._module, self._model = self._engine, self._policy.model
-
-    def perturbed(
-        self, bit: int, names: Collection[str] | None = None
-    ) -> contextlib.AbstractContextManager[None]:
-        """See `TrainEngine.perturbed` (under ZeRO-3 a collective)."""
-        return perturbed(self._model, bit, names, partial(self._gathered, changed=True))
-
-    def adapter(self) -> Adapter:
-        """See `TrainEngine.adapter` (under ZeRO-3 a collective); gathers only A and B."""
-        parameters = adapter_parameters(self._model)
-        with self._gathered(list(parameters.values())):
-            tensors = {name: p.detach().to("cpu", copy=True) for name, p in parameters.items()}
-        return Adapter.of(self._model, tensors)
 
 
-class DeepSpeedCritic(_Engine):
+class DeepSpeedCritic(ValueEngine, _Engine):
     """A value model under DeepSpeed: the body of a model with a new value head; see `CriticEngine`.
 
     Raises:
@@ -278,15 +281,6 @@ class DeepSpeedCritic(_Engine):
 
     def __init__(self, model: Any, ranks: Ranks, **settings: Unpack[Settings]) -> None:
         super().__init__(model, ValueModule, ranks, **settings)
-
-    def values(self, inputs: ModelInputs) -> Tensor:
-        """See `CriticEngine.values`."""
-        values: Tensor = self._engine(inputs=inputs)
-        return values
-
-    def weights(self) -> Iterator[tuple[str, Tensor]]:
-        """Every parameter in full, `body.…` and `head.weight` (under ZeRO-3 a collective)."""
-        return self._in_full(self._engine.module)
 
 
 class FrozenPolicy(FrozenModule):

@@ -9,8 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import warnings
-from collections.abc import Callable, Collection, Iterator, Sequence
-from dataclasses import replace
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any, Unpack
@@ -24,13 +23,10 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 
-from rlctl.batch import ModelInputs
 from rlctl.engine.deepspeed_setup import Settings, recompute_layers
-from rlctl.engine.layout import BodyReader, idle_inputs
+from rlctl.engine.layout import idle_inputs
 from rlctl.engine.log_probs import PolicyModule
-from rlctl.engine.lora import Adapter, adapter_parameters, plain_weights
-from rlctl.engine.perturb import perturbed
-from rlctl.engine.policy_engine import FrozenModule, PolicyEngine
+from rlctl.engine.policy_engine import Engine, FrozenModule, PolicyEngine, ValueEngine
 from rlctl.engine.protocol import StepResult
 from rlctl.engine.ranks import Ranks
 from rlctl.engine.values import ValueModule
@@ -40,7 +36,7 @@ _STATE = "fsdp"
 _NO_CLIPPING = float(1 << 62)
 
 
-class _Engine:
+class _Engine(Engine):
     """A module under FSDP2: the common part of policy and critic; see `protocol.Trained`.
 
     Args:
@@ -58,6 +54,7 @@ class _Engine:
         if settings.get("gradient_checkpointing"):
             recompute_layers(model)
         self._module = sharded(model, wrap, ranks, self._dtype)
+        self._model = model if isinstance(self._module, PolicyModule) else self._module
         trained = [parameter for parameter in self._module.parameters() if parameter.requires_grad]
         self._optimizer = torch.optim.AdamW(
             trained, lr=0.0, betas=settings["betas"], weight_decay=settings["weight_decay"], fused=True
@@ -65,11 +62,6 @@ class _Engine:
         get_optimizer_state_dict(self._module, self._optimizer)  # creates the moments by a step of zero
         for state in self._optimizer.state.values():
             state["step"].zero_()
-
-    def plan(self, passes: Sequence[ModelInputs]) -> str:
-        """See `Trained.plan`."""
-        reader: BodyReader = self._module.reader
-        return reader.plan(passes)
 
     def backward(self, loss: Tensor, *, last: bool) -> None:
         """See `Trained.backward`; the gradients of ranks are summed after every micro-batch."""
@@ -111,17 +103,18 @@ class _Engine:
             raise RunFailure(what, where=str(directory / _STATE)) from error
 
     def _state(self) -> dict[str, Any]:
-        reshard(self._module)
+        self._ready()
         model, optimizer = get_state_dict(self._module, self._optimizer)
         return {"model": model, "optimizer": optimizer}
 
-    def _in_full(self, model: nn.Module, *, merged: bool = True) -> Iterator[tuple[str, Tensor]]:
-        """Plain weights by name, gathered one at a time (a collective: all ranks iterate)."""
+    def _ready(self) -> None:
+        """See `Engine._ready`."""
         reshard(self._module)
-        for weight in plain_weights(model, merged=merged):
-            parts = [in_full(part.detach()) for part in weight.parts]
-            full = replace(weight, parts=parts).value()
-            yield weight.name, full.to(self._dtype) if isinstance(weight.parts[0], nn.Parameter) else full
+
+    @contextlib.contextmanager
+    def _gathered(self, parts: Sequence[Any], *, changed: bool = False) -> Iterator[Sequence[Tensor]]:
+        """See `Engine._gathered` (a collective); a rank changes its own part."""
+        yield [part.to_local() if changed else in_full(part.detach()) for part in parts]
 
 
 class FsdpEngine(PolicyEngine, _Engine):
@@ -130,23 +123,9 @@ class FsdpEngine(PolicyEngine, _Engine):
     def __init__(self, model: Any, ranks: Ranks, *, temperature: float, **settings: Unpack[Settings]) -> None:
         wrap = partial(PolicyModule, temperature=temperature)
         super().__init__(model, wrap, ranks, **settings)
-        self._model = model
-
-    def adapter(self) -> Adapter:
-        """See `TrainEngine.adapter` (a collective)."""
-        reshard(self._module)
-        parameters = adapter_parameters(self._model)
-        tensors = {name: in_full(p.detach()).to("cpu", self._dtype) for name, p in parameters.items()}
-        return Adapter.of(self._model, tensors)
-
-    def perturbed(
-        self, bit: int, names: Collection[str] | None = None
-    ) -> contextlib.AbstractContextManager[None]:
-        """See `TrainEngine.perturbed`; every rank changes its part of the weights."""
-        return perturbed(self._model, bit, names, before=partial(reshard, self._module))
 
 
-class FsdpCritic(_Engine):
+class FsdpCritic(ValueEngine, _Engine):
     """A value model under FSDP2: the body of a model with a new value head; see `CriticEngine`.
 
     Raises:
@@ -155,15 +134,6 @@ class FsdpCritic(_Engine):
 
     def __init__(self, model: Any, ranks: Ranks, **settings: Unpack[Settings]) -> None:
         super().__init__(model, ValueModule, ranks, **settings)
-
-    def values(self, inputs: ModelInputs) -> Tensor:
-        """See `CriticEngine.values`."""
-        values: Tensor = self._module(inputs=inputs)
-        return values
-
-    def weights(self) -> Iterator[tuple[str, Tensor]]:
-        """Every parameter in full, `body.…` and `head.weight` (a collective)."""
-        return self._in_full(self._module)
 
 
 class FsdpReference(FrozenModule):

@@ -307,12 +307,7 @@ class BodyReader:
     """
 
     def __init__(
-        self,
-        model: Any,
-        *,
-        share_prompts: bool = True,
-        sequence: Any = None,
-        ranks: Ranks | None = None,
+        self, model: Any, *, share_prompts: bool = True, sequence: Any = None, ranks: Ranks | None = None
     ) -> None:
         self.packs: bool | None = None
         self.shares_prompts = share_prompts and can_share_prefix(model)

@@ -42,14 +42,7 @@ class PolicyModule(nn.Module):
             parallelism; with `probe` False in the first pass.
     """
 
-    def __init__(
-        self,
-        model: Any,
-        temperature: float,
-        *,
-        probe: bool = True,
-        **options: Any,
-    ) -> None:
+    def __init__(self, model: Any, temperature: float, *, probe: bool = True, **options: Any) -> None:
         super().__init__()
         self.model = model
         self.head = ChunkedHead(model, temperature)
@@ -103,12 +96,10 @@ class PolicyModule(nn.Module):
             figures = self.reader.sequence.of_all(figures, own, len(inputs.tokens))
         per_token, most_likely = figures.tensor_split([3 if sum_pi_squared else 2])
         log_probs, entropy, *squared = per_token
-        found = (
-            log_probs,
-            entropy if entropy_grad else entropy.detach(),
-            *(part.detach() for part in squared),
-        )
-        return (*found, *([most_likely.T] if len(most_likely) else []), *routes)
+        squared = [part.detach() for part in squared]
+        listed_log_probs = [most_likely.T] if len(most_likely) else []
+        entropy = entropy if entropy_grad else entropy.detach()
+        return (log_probs, entropy, *squared, *listed_log_probs, *routes)
 
     @torch.no_grad()
     def logits(self, inputs: ModelInputs) -> Tensor:
@@ -119,11 +110,8 @@ class PolicyModule(nn.Module):
     def _probe(self) -> None:
         for name, weight in self.model.named_parameters():
             if not weight.detach().sum().isfinite():  # a sum needs no memory
-                what, where = (
-                    f"{name} contains NaN or infinite numbers",
-                    f"model.path={self.model.name_or_path}",
-                )
-                raise UsageError(what, where=where, fix="use another copy of the model")
+                what, where = f"{name} contains NaN or infinite numbers", self.model.name_or_path
+                raise UsageError(what, where=f"model.path={where}", fix="use another copy of the model")
         self.head.is_linear = _head_is_linear(self.model)
         reader = self.reader
         reader.probe()
@@ -169,9 +157,7 @@ class ChunkedHead(nn.Module):
         states: Tensor,
         tokens: Tensor,
         most_likely_ids: Tensor | None = None,
-        kept_counts: Tensor | None = None,
-        kept_ids: Tensor | None = None,
-        *,
+        *kept: Tensor,
         entropy_grad: bool = False,
         sum_pi_squared: bool = False,
         tail: bool = False,
@@ -183,21 +169,17 @@ class ChunkedHead(nn.Module):
             states: (N, H), of the model's body.
             tokens: (N,) int64, the tokens chosen.
             most_likely_ids: (N, K) int64, tokens whose log-probs are computed too.
-            kept_counts, kept_ids: the sets to which the distributions are restricted, see `TokenLists`.
+            kept: counts and ids of the sets to which the distributions are restricted, see `TokenLists`.
             entropy_grad, sum_pi_squared, tail, top_k: as in `PolicyModule.forward`.
         """
         head = self.function()
 
         def token_outputs(
-            states: Tensor,
-            tokens: Tensor,
-            most_likely: Tensor | None,
-            counts: Tensor | None = None,
-            ids: Tensor | None = None,
+            states: Tensor, tokens: Tensor, most_likely: Tensor | None, *kept: Tensor
         ) -> Tensor:
             logits = head(states).float() / self.temperature
-            if counts is not None and ids is not None:
-                logits.masked_fill_(_dropped(counts, ids, logits), torch.finfo(logits.dtype).min)
+            if kept:
+                logits.masked_fill_(_dropped(logits, *kept), torch.finfo(logits.dtype).min)
             log_total = torch.logsumexp(logits, -1)
             chosen = logits.gather(-1, tokens[:, None]).squeeze(-1) - log_total
             with torch.set_grad_enabled(entropy_grad and torch.is_grad_enabled()):
@@ -222,13 +204,13 @@ class ChunkedHead(nn.Module):
         most = logits_at_once(gpu.total_memory if gpu else None)
         num_chunks = max(1, -(-len(states) * self._vocabulary // most))
         if num_chunks == 1:
-            return token_outputs(states, tokens, most_likely_ids, kept_counts, kept_ids)
+            return token_outputs(states, tokens, most_likely_ids, *kept)
         lists = [None] * num_chunks if most_likely_ids is None else most_likely_ids.tensor_split(num_chunks)
         given = [states.tensor_split(num_chunks), tokens.tensor_split(num_chunks), lists]
-        if kept_counts is not None and kept_ids is not None:
-            counts = kept_counts.tensor_split(num_chunks)
+        if kept:
+            counts = kept[0].tensor_split(num_chunks)
             sizes: list[int] = torch.stack([part.sum() for part in counts]).tolist()
-            given += [counts, torch.split(kept_ids, sizes)]
+            given += [counts, torch.split(kept[1], sizes)]
         parts = [checkpoint(token_outputs, *chunk, use_reentrant=False) for chunk in zip(*given, strict=True)]
         return torch.cat(parts, dim=1)
 
@@ -256,7 +238,7 @@ def top_k_output(
     return torch.cat([log_probs[:, None], listed], 1)
 
 
-def _dropped(counts: Tensor, ids: Tensor, logits: Tensor) -> Tensor:
+def _dropped(logits: Tensor, counts: Tensor, ids: Tensor) -> Tensor:
     """(N, V) bool: tokens outside each set; all False for an empty set, which stands for the vocabulary."""
     rows = torch.arange(len(counts), device=counts.device)
     dropped = (counts > 0)[:, None].expand_as(logits).clone()

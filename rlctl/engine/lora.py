@@ -7,7 +7,7 @@ DeepSpeed computes in one dtype, and in bf16 runs keeps float32 master copies of
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -106,17 +106,12 @@ def _targets(model: Any, wanted: list[str]) -> list[str]:
     ]
     known = {name.rpartition(".")[2] for name in linear}
     if not linear:
-        raise UsageError(
-            f"{type(model).__name__} has no linear layers to adapt",
-            where="model.lora_rank",
-            fix="set it to 0 to train all weights",
-        )
+        what = f"{type(model).__name__} has no linear layers to adapt"
+        raise UsageError(what, where="model.lora_rank", fix="set it to 0 to train all weights")
     if unknown := [name for name in wanted if name not in known | {ALL_LINEAR}]:
-        raise UsageError(
-            f"{type(model).__name__} has no linear layer named {', '.join(unknown)}",
-            where="model.target_modules",
-            fix=f"choose from {', '.join([*sorted(known), ALL_LINEAR])}",
-        )
+        what = f"{type(model).__name__} has no linear layer named {', '.join(unknown)}"
+        fix = f"choose from {', '.join([*sorted(known), ALL_LINEAR])}"
+        raise UsageError(what, where="model.target_modules", fix=fix)
     return [name for name in linear if ALL_LINEAR in wanted or name.rpartition(".")[2] in wanted]
 
 
@@ -132,7 +127,7 @@ class PlainWeight:
     """
 
     name: str
-    parts: list[Tensor]
+    parts: Sequence[Tensor]
     scale: float = 1.0
 
     @torch.no_grad()

@@ -36,7 +36,7 @@ _PROCESSOR_FILES = ("processor_config.json", "preprocessor_config.json", "video_
 _WEIGHTS = "model.safetensors"
 #: Bytes of weights that a rank holds before the next one shares the export: small models are one file.
 SHARE_BYTES = 2**30
-_LIGER = "model.use_liger"
+_LIGER, _NO_LIGER = "model.use_liger", "set it to false"
 _ROTARY = "apply_rotary_pos_emb"
 
 #: Activations that Liger's feed-forward layers compute, regardless of the model's config.
@@ -84,19 +84,6 @@ def load_policy(path: str, **loading: Unpack[Loading]) -> tuple[Any, Any]:
         model = _causal_lm(found, loading)
     _check_embeddings(model, tokenizer, f"model.path={path}", "use the tokenizer the model was trained with")
     return model, tokenizer
-
-
-def load_reader(path: str, *, trust_remote_code: bool) -> tuple[Any, Any]:
-    """Loads a model's tokenizer and config, without its weights.
-
-    Raises:
-        UsageError, EnvironmentFailure: as `load_policy`.
-    """
-    from transformers import AutoConfig, AutoTokenizer
-
-    with explained(path) as found:
-        tokenizer = AutoTokenizer.from_pretrained(found, trust_remote_code=trust_remote_code)
-        return tokenizer, AutoConfig.from_pretrained(found, trust_remote_code=trust_remote_code)
 
 
 def load_other_model(path: str, tokenizer: Any, *, key: str, **loading: Unpack[Loading]) -> Any:
@@ -215,11 +202,8 @@ def _check_embeddings(model: Any, tokenizer: Any, where: str, fix: str) -> None:
     weight = model.get_input_embeddings().weight
     rows = getattr(weight, "ds_shape", weight.shape)[0]  # DeepSpeed's, if it is partitioned
     if len(tokenizer) > rows:
-        raise UsageError(
-            f"the tokenizer has {len(tokenizer)} tokens, the model has embeddings for {rows}",
-            where=where,
-            fix=fix,
-        )
+        what = f"the tokenizer has {len(tokenizer)} tokens, the model has embeddings for {rows}"
+        raise UsageError(what, where=where, fix=fix)
 
 
 def export(model: Any, weights: Iterator[tuple[str, Tensor]], ranks: Ranks, directory: Path) -> None:
@@ -294,15 +278,11 @@ def refuse_liger_here() -> None:
             (with `TRITON_INTERPRET=1` Triton interprets them on a CPU).
     """
     if importlib.util.find_spec("liger_kernel") is None:
-        raise EnvironmentFailure(
-            "Liger's kernels are not installed",
-            where=_LIGER,
-            fix='pip install "rlctl[liger]", or set it to false',
-        )
+        fix = 'pip install "rlctl[liger]", or set it to false'
+        raise EnvironmentFailure("Liger's kernels are not installed", where=_LIGER, fix=fix)
     if not (torch.cuda.is_available() or _interprets()):
-        raise EnvironmentFailure(
-            "Liger's kernels need a GPU, and torch found none", where=_LIGER, fix="set it to false"
-        )
+        what = "Liger's kernels need a GPU, and torch found none"
+        raise EnvironmentFailure(what, where=_LIGER, fix=_NO_LIGER)
 
 
 def run_liger(model: Any) -> None:
@@ -316,9 +296,7 @@ def run_liger(model: Any) -> None:
     """
     patches = importlib.import_module("liger_kernel.transformers.monkey_patch")
     if model.config.model_type not in patches.MODEL_TYPE_TO_APPLY_LIGER_FN:
-        raise UsageError(
-            f"Liger has no kernels for {type(model).__name__}", where=_LIGER, fix="set it to false"
-        )
+        raise UsageError(f"Liger has no kernels for {type(model).__name__}", where=_LIGER, fix=_NO_LIGER)
     architecture = sys.modules[type(model).__module__]
     before = dict(vars(architecture))
     without_loss = {"cross_entropy": False, "fused_linear_cross_entropy": False}
@@ -348,12 +326,9 @@ def _refuse_other_activation(model: Any) -> None:
     activation = getattr(config, "hidden_activation", None) or getattr(config, "hidden_act", None)
     for kind in {module._get_name() for module in model.modules()} & _ACTIVATIONS.keys():
         if activation not in _ACTIVATIONS[kind]:
-            raise UsageError(
-                f"{type(model).__name__} uses the activation {activation}, and Liger's kernel computes "
-                f"{_ACTIVATIONS[kind][0]}",
-                where=_LIGER,
-                fix="set it to false",
-            )
+            computed = f"Liger's kernel computes {_ACTIVATIONS[kind][0]}"
+            what = f"{type(model).__name__} uses the activation {activation}, and {computed}"
+            raise UsageError(what, where=_LIGER, fix=_NO_LIGER)
 
 
 def _interprets() -> bool:

@@ -31,7 +31,7 @@ def perturbed(
     become 2^−(bit + 2).
 
     Args:
-        gathered: returns a context in which weights are available in full and may be changed.
+        gathered: returns a context of the tensors that stand for these weights, and may be changed.
         before: called before each of the two changes.
     """
     masks: dict[str, int] = {}
@@ -40,11 +40,9 @@ def perturbed(
         before()
         trained = {name: weight for name, weight in model.named_parameters() if weight.requires_grad}
         for name in trained if names is None else names:
-            with gathered([trained[name]]):
-                weight: Any = trained[name]
-                weight = (weight.to_local() if hasattr(weight, "to_local") else weight).data  # a rank's part
-                masks.setdefault(name, _mask(weight, bit))
-                weight.view(_LAYOUTS[weight.dtype][0]).bitwise_xor_(masks[name])
+            with gathered([trained[name]]) as [weight]:
+                masks.setdefault(name, _mask(weight.data, bit))
+                weight.data.view(_LAYOUTS[weight.dtype][0]).bitwise_xor_(masks[name])
 
     flip()
     try:

@@ -85,7 +85,7 @@ class Trained(Protocol):
         """Writes everything that `load` needs; called on all ranks.
 
         Returns:
-            File below `directory` → its SHA-256, for files that this rank hashed while writing.
+            File below `directory` → its SHA-256, for files that this rank hashed as it wrote them.
         """
 
     def load(self, directory: Path) -> None:

@@ -156,11 +156,8 @@ def join_ranks(timeout_s: float = 1500.0, *, on_loopback: bool = True) -> Ranks:
     device, backend = torch.device("cpu"), "gloo"
     if torch.cuda.is_available():
         if local_rank >= (num_gpus := torch.cuda.device_count()):
-            raise UsageError(
-                f"rank {local_rank} of this machine has no GPU: the machine has {num_gpus}",
-                where="trainer.n_gpus_per_node",
-                fix=f"set it to {num_gpus} or less",
-            )
+            what = f"rank {local_rank} of this machine has no GPU: the machine has {num_gpus}"
+            raise UsageError(what, where="trainer.n_gpus_per_node", fix=f"set it to {num_gpus} or less")
         device, backend = torch.device("cuda", local_rank), "nccl"
         torch.cuda.set_device(device)
     else:
@@ -236,16 +233,13 @@ def refuse_idle_gpu() -> None:
     """
     if torch.cuda.is_available() or gpus_are_hidden() or not (found := gpus()):
         return
-    on_cpu = "; to use the CPU, set CUDA_VISIBLE_DEVICES="
     if torch.version.cuda is None:
-        raise EnvironmentFailure(
-            f"torch is built without CUDA, and cannot use {found[0]}",
-            fix=f"install torch's CUDA build{on_cpu}",
-        )
-    raise EnvironmentFailure(
-        f"torch is built for CUDA {torch.version.cuda}, and finds no GPU, but the driver lists {found[0]}",
-        fix=f"update the driver, or install a torch built for the CUDA that `nvidia-smi` names{on_cpu}",
-    )
+        what, fix = f"torch is built without CUDA, and cannot use {found[0]}", "install torch's CUDA build"
+    else:
+        built = f"torch is built for CUDA {torch.version.cuda}"
+        what = f"{built}, and finds no GPU, but the driver lists {found[0]}"
+        fix = "update the driver, or install a torch built for the CUDA that `nvidia-smi` names"
+    raise EnvironmentFailure(what, fix=f"{fix}; to use the CPU, set CUDA_VISIBLE_DEVICES=")
 
 
 def current_ranks(device: torch.device) -> Ranks:

@@ -15,7 +15,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
@@ -30,7 +30,6 @@ if TYPE_CHECKING:
     from rlctl.engine.ranks import Ranks
 
 _KEY = "engine.sequence_parallel"
-_Value = TypeVar("_Value")
 
 
 class SequenceParallel:
@@ -82,12 +81,6 @@ class SequenceParallel:
         AttentionMaskInterface.register(name, ALL_MASK_ATTENTION_FUNCTIONS[kernel])
         for part in (model.config, config):
             part._attn_implementation = name
-
-    def exchange(self, value: _Value) -> list[_Value]:
-        """Values of all ranks, in rank order."""
-        values = [value] * self.size
-        dist.all_gather_object(values, value, group=self._group)
-        return values
 
     def own_tokens(self, rows: Rows) -> Rows:
         """This rank's part of packed rows; all ranks of the group call it with the same rows."""

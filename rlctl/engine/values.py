@@ -45,11 +45,8 @@ class ValueModule(nn.Module):
         super().__init__()
         body = body_of(model)
         if body is None:
-            raise UsageError(
-                f"{type(model).__name__} does not expose hidden states, so a value head cannot be added",
-                where="critic.path",
-                fix="name a model of another architecture",
-            )
+            what = f"{type(model).__name__} does not expose hidden states, so a value head cannot be added"
+            raise UsageError(what, where="critic.path", fix="name a model of another architecture")
         self.reader = BodyReader(model, **options)
         if probe:
             self.reader.probe()

@@ -13,12 +13,12 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from rlctl.data.prompts import PromptDataset, template_sha256
-from rlctl.engine.model import load_policy, load_reader
+from rlctl.engine.model import load_policy
 from rlctl.environment.build import EpisodeSource
 from rlctl.evaluate.request import Plan, lengths
 from rlctl.evaluate.samples import Pair, Response
 from rlctl.files import sha256_of
-from rlctl.model_files import local_directory
+from rlctl.model_files import load_reader, local_directory
 from rlctl.registry import ROLLOUT_ENGINES, source_sha256
 from rlctl.rollout.engines import engine_outside_training, spec_outside_training
 from rlctl.rollout.hf import DTYPES

@@ -66,7 +66,7 @@ class PromptLengths:
         )
         # The worker processes already run in parallel.
         os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
-        from rlctl.engine.model import load_reader
+        from rlctl.model_files import load_reader
 
         try:
             tokenizer, config = load_reader(model, trust_remote_code=trust_remote_code)

@@ -52,9 +52,8 @@ class VersionedDir:
             if is_shared:
                 self._root.chmod(0o755)
         except OSError as error:
-            raise UsageError(
-                f"cannot write weights there: {error.strerror}", where="rollout.server.weights_dir"
-            ) from error
+            what = f"cannot write weights there: {error.strerror}"
+            raise UsageError(what, where="rollout.server.weights_dir") from error
         self._newest: Path | None = None
         self._before: Path | None = None
 
@@ -74,11 +73,9 @@ class VersionedDir:
             part.rename(target)
         except (OSError, SafetensorError) as error:  # a full disk can raise either one
             reason = getattr(error, "strerror", None) or error
-            raise RunFailure(
-                f"weights for the rollout engines cannot be written: {reason}",
-                where=str(self._root),
-                fix="free space there, or set rollout.server.weights_dir",
-            ) from error
+            what = f"weights for the rollout engines cannot be written: {reason}"
+            fix = "free space there, or set rollout.server.weights_dir"
+            raise RunFailure(what, where=str(self._root), fix=fix) from error
         if self._before and self._before != target:
             shutil.rmtree(self._before, ignore_errors=True)
         if self._newest != target:

@@ -13,6 +13,9 @@ from rlctl.registry import CORRECTION_WEIGHTS, POLICY_LOSSES, REJECTION_CRITERIA
 from rlctl.spec.resolve import correction_rules, examples, loss_rule
 from rlctl.spec.run_spec import RunSpec
 
+#: Tolerance of comparisons of bounds on log ρ.
+_ROUNDING = 1e-9
+
 
 @dataclass(frozen=True, slots=True)
 class Band:
@@ -124,14 +127,58 @@ def _implied(rules: tuple[RejectRule, ...], horizon: int) -> list[str]:
     lines = []
     for place, rule in enumerate(rules):
         for other_place, other in enumerate(rules):
-            is_later = other_place < place or not rule.implies(other, horizon)
-            if other is not rule and other.implies(rule, horizon) and is_later:
+            is_later = other_place < place or not implies(rule, other, horizon)
+            if other is not rule and implies(other, rule, horizon) and is_later:
                 lines.append(
                     f"{rule.name} never rejects anything: {other.name} implies it ({rule.name} accepts all "
                     f"that {other.name} accepts). It is only measured."
                 )
                 break
     return lines
+
+
+def implies(rule: RejectRule, other: RejectRule, horizon: int) -> bool:
+    """Whether `other` accepts everything that `rule` accepts, and so rejects nothing more.
+
+    True is always correct, for responses of 1 to `horizon` tokens. Not every implication is detected:
+    those between k2 and k3 are not, nor those from a mean to a sum of k2 or k3.
+    """
+    removes_less = rule.scope == "token" and other.scope == "sequence"
+    if removes_less or (rule.negative_advantage_only and not other.negative_advantage_only):
+        return False
+    mine, others = _subject(rule), _subject(other)
+    if mine is None or others is None:
+        return False
+    (low, high), (least, most) = (tuple(map(_log, each.band())) for each in (rule, other))
+    if mine != others:
+        # k2 and k3 are never negative, so a bound on their sum also bounds each token's value.
+        bounds_tokens = mine in ("token", "sum of k2", "sum of k3")
+        # k2 and k3 are convex in log ρ: at the mean of log ρ they are at most their mean (Jensen), so
+        # a bound on their mean bounds the geometric mean.
+        from_tokens = others in ("token", "mean of k2", "mean of k3")
+        follows = others in ("product", "geometric mean") or (bounds_tokens and from_tokens)
+        if not follows or low > _ROUNDING or high < -_ROUNDING:
+            return False
+        if others == "product":
+            low, high = horizon * low, horizon * high
+    return low >= least - _ROUNDING and high <= most + _ROUNDING
+
+
+def _subject(rule: RejectRule) -> str | None:
+    """The quantity that `band` bounds; None: there is none (a lower bound on k2, k3 or a maximum)."""
+    if not rule.bounds_ratio:
+        return None
+    if rule.lower is not None and (rule.statistic in ("k2", "k3") or rule.reduction == "max"):
+        return None
+    if rule.reduction in ("none", "max"):
+        return "token"
+    if rule.statistic in ("ratio", "k1"):
+        return "product" if rule.reduction == "sum" else "geometric mean"
+    return f"{rule.reduction} of {rule.statistic}"
+
+
+def _log(value: float) -> float:
+    return math.log(value) if value > 0.0 else -math.inf
 
 
 def _weight_band(rule: WeightRule, *, is_measured_only: bool) -> Band:

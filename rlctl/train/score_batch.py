@@ -10,9 +10,9 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from rlctl.algos.correction import clamped_exp
 from rlctl.algos.estimators import AdvantageInputs, Estimate, estimate, score_norms
 from rlctl.algos.kl import KLController, kl_estimate
+from rlctl.algos.losses import clamped_exp
 from rlctl.algos.segments import Moments, Segments, moments
 from rlctl.batch import TokenBatch, TokenLists
 from rlctl.engine.ranks import Ranks

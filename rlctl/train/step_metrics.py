@@ -15,8 +15,8 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from rlctl.algos.correction import clamped_exp
 from rlctl.algos.estimators import has_spread
+from rlctl.algos.losses import clamped_exp
 from rlctl.algos.segments import HostSums, Moments, Segments, Sums, counts, moments, ratio
 from rlctl.batch import Episode, TokenBatch
 from rlctl.environment.protocol import STOP_REASONS

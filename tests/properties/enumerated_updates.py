@@ -96,7 +96,7 @@ class Recording(DeepSpeedEngine):
     gradients: list[Tensor]
 
     def step(self, *, lr: float, skip: bool = False, grad_scale: float = 1.0) -> StepResult:
-        gradient = torch.cat([p.grad.double().flatten() for p in self._policy.parameters()])
+        gradient = torch.cat([p.grad.double().flatten() for p in self._model.parameters()])
         self.gradients.append(gradient * grad_scale)
         return super().step(lr=lr, skip=True)
 

@@ -84,7 +84,7 @@ def gradients(ranks: Ranks, stage: int) -> dict[str, torch.Tensor]:
     """Accumulated gradients of a step in bf16, summed over the ranks."""
     actor = engine(ranks, stage, "bf16", kind="gemma2")  # with tied weights at every stage
     backward(actor, 1, 2)
-    named = actor._policy.model.named_parameters()
+    named = actor._model.named_parameters()
     found = {name: safe_get_full_grad(parameter).clone() for name, parameter in named}
     actor.step(lr=0.0)
     return found

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import io
 import json
 import os
 from pathlib import Path
@@ -12,7 +13,6 @@ import torch
 
 from rlctl.engine import checkpoint
 from rlctl.engine.checkpoint import (
-    HashedFile,
     TrainerState,
     begin,
     checkpoint_of_run,
@@ -131,7 +131,7 @@ def test_written_again_over_what_was_set_aside(tmp_path: Path) -> None:
     assert newest_intact(tmp_path, set_aside=True)[0] is not None
 
 
-@pytest.mark.parametrize("at", ["_hash_and_sync", "sync"])
+@pytest.mark.parametrize("at", ["hash_and_sync", "sync"])
 def test_full_disk_leaves_the_others(tmp_path: Path, at: str, monkeypatch: pytest.MonkeyPatch) -> None:
     write(tmp_path, 1, keep=1)
 
@@ -153,15 +153,13 @@ def test_other_libraries_errors_are_the_same_error(tmp_path: Path) -> None:
     assert not partial.exists()
 
 
-def test_the_reason_is_that_of_the_write_not_torchs_next_error(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def write(self: HashedFile, data: bytes) -> int:
-        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+def test_the_reason_is_that_of_the_write_not_torchs_next_error(tmp_path: Path) -> None:
+    class Full(io.BytesIO):
+        def write(self, data: object) -> int:
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
-    monkeypatch.setattr(HashedFile, "write", write)
     with pytest.raises(RunFailure, match=os.strerror(errno.ENOSPC)), writing(tmp_path, 1):
-        torch.save({"weight": torch.zeros(9)}, HashedFile(tmp_path / "state"))
+        torch.save({"weight": torch.zeros(9)}, Full())
 
 
 def test_a_manifest_without_files_is_no_checkpoint(tmp_path: Path) -> None:

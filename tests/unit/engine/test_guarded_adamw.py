@@ -7,7 +7,7 @@ import math
 import pytest
 import torch
 
-from rlctl.engine.deepspeed_setup import GuardedAdamW, _is_finite
+from rlctl.engine.deepspeed import GuardedAdamW, _is_finite
 
 
 def stepped(clip_norm: float | None = None) -> tuple[torch.nn.Linear, GuardedAdamW]:
@@ -57,7 +57,7 @@ def test_norm_is_that_before_clipping(clip: float, expected: float) -> None:
     model.weight.grad = torch.tensor([[30.0, 0, 0], [0, 0, 0]])
     model.bias.grad.zero_()
     optimizer.step()
-    assert optimizer.grad_norm == pytest.approx(30.0)
+    assert optimizer._global_grad_norm == pytest.approx(30.0)
     assert float(model.weight.grad.norm()) == pytest.approx(expected, rel=1e-4)
 
 

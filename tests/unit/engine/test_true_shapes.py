@@ -87,7 +87,7 @@ def shares(result: str, world_size: int, rank: int) -> int:
         ]
         masters = [p for group in actor._optimizer.param_groups for p in group["params"]]
         masters += getattr(actor._engine.optimizer, "fp32_partitioned_groups_flat", [])
-        whole = actor._policy.model.parameters()
+        whole = actor._model.parameters()
         weights = [getattr(p, "ds_tensor", p) for p in whole]
         found[stage] = (
             sum(t.nbytes for t in {t.data_ptr(): t for t in [*states, *masters]}.values()),

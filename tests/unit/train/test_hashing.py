@@ -1,4 +1,4 @@
-"""Who hashes a checkpoint: the rank that writes a shard, as it writes it; of the rest each rank its share."""
+"""Who hashes a checkpoint: the rank that writes a shard, right after it; of the rest each rank its share."""
 
 from __future__ import annotations
 
@@ -19,13 +19,13 @@ from tests.unit.engine.option_jobs import option_engine
 def save(ranks: Ranks, root: str) -> list[str]:
     """Save a run of ZeRO 2; the files that this rank read again to hash them."""
     read: list[str] = []
-    hash_again = checkpoint._hash_and_sync
+    hash_again = checkpoint.hash_and_sync
 
     def noted(path: Path) -> str:
         read.append(str(path.relative_to(checkpoint.partial_path(Path(root) / CHECKPOINTS, 3))))
         return hash_again(path)
 
-    checkpoint._hash_and_sync = noted
+    checkpoint.hash_and_sync = noted
     nothing = SimpleNamespace(
         is_ahead=False,
         drain=lambda: None,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import gc
 import os
 import resource
@@ -70,6 +71,91 @@ def kill_in_save(step: int, moment: str) -> None:
             return original_save(self, directory)
 
         DeepSpeedEngine.save = save
+
+
+def share_exports(kill_at: int = 0, whom: str = "") -> None:
+    """Two ranks, forks, write every exported model together.
+
+    Args:
+        kill_at: step while whose model is exported a SIGKILL comes; 0: none.
+        whom: `main` or `other` rank, when the other one has written its shard and it has half of its own;
+            `all` processes of the run at that moment; `joining`: the main rank, when it has named the first
+            shard and not the second.
+    """
+    import time
+    from pathlib import Path
+
+    from transformers import PreTrainedModel
+
+    from rlctl.engine import model
+
+    forked_ranks()
+    model.SHARE_BYTES = 1000
+    original, original_join = PreTrainedModel.save_pretrained, model._join_parts
+    group = os.getpgrp()  # of the run, which is a session of its own
+
+    def is_now(directory):
+        return f".partial-{kill_at:06d}" in str(directory)
+
+    def save_pretrained(self, directory, **how):
+        original(self, directory, **how)
+        if not is_now(directory) or whom == "joining":
+            return
+        written = directory.parents[1]
+        if os.environ["RANK"] != ("0" if whom == "main" else "1"):
+            (written / "written").touch()
+            return
+        while not (written / "written").exists():
+            time.sleep(0.01)
+        [shard] = directory.glob("*.safetensors")
+        os.truncate(shard, shard.stat().st_size // 2)
+        os.killpg(group, signal.SIGKILL) if whom == "all" else os.kill(os.getpid(), signal.SIGKILL)
+
+    def join(main, saved, metadata, directory):
+        if is_now(directory) and whom == "joining":
+            rename = Path.rename
+
+            def once(path, target):
+                rename(path, target)
+                os.kill(os.getpid(), signal.SIGKILL)
+
+            Path.rename = once
+        original_join(main, saved, metadata, directory)
+
+    PreTrainedModel.save_pretrained, model._join_parts = save_pretrained, join
+
+
+def kill_at_answer(number: int, python: str, after: int = 0) -> None:
+    """SIGKILL at answer `number` of a server that samples or gets weights, once a checkpoint is there.
+
+    0: never. The servers start as `servers_are_forks(python, after)` says.
+    """
+    servers_are_forks(python, after)
+    from rlctl.rollout import vllm_server
+    from rlctl.rollout.vllm_server import VLLMServerRollout
+    from rlctl.train import saving
+
+    counted = {vllm_server.GENERATE, "/pause", "/collective_rpc", "/update_weight_version", "/resume"}
+    send, publish, restore = VLLMServerRollout._send, saving.publish, saving.newest_intact
+    has_saved, answers = [False], [0]
+
+    async def counting(self, client, url, path, *how):
+        answer = await send(self, client, url, path, *how)
+        answers[0] += has_saved[0] and path.partition("?")[0] in counted
+        if answers[0] == number > 0:
+            os.kill(os.getpid(), signal.SIGKILL)
+        return answer
+
+    def noting(function):
+        def call(*given, **named):
+            found = function(*given, **named)
+            has_saved[0] = True
+            return found
+
+        return call
+
+    VLLMServerRollout._send = counting
+    saving.publish, saving.newest_intact = noting(publish), noting(restore)
 
 
 def no_large_files_after(step: int, limit: int = 100_000) -> None:
@@ -222,6 +308,7 @@ def forked_ranks() -> None:
 def forked_ranks_with_vllm() -> None:
     """Like `forked_ranks`, and imports vLLM first."""
     forked_ranks()
+    parents_are_watched()
     from rlctl.rollout import vllm
     from rlctl.rollout.vllm import IsolatedState
 
@@ -231,6 +318,24 @@ def forked_ranks_with_vllm() -> None:
         from vllm import LLM  # noqa: F401
     gc.freeze()  # see tests/preload.py
     gc.unfreeze = lambda: None  # called when an engine closes
+
+
+def parents_are_watched() -> None:
+    """`end_with_parent` works in commands of `tests.forked_python`, which the kernel gives another parent."""
+    import select
+    import threading
+
+    from rlctl import processes
+
+    def end_with_parent(number: signal.Signals, parent: int) -> None:
+        def watch() -> None:
+            with contextlib.suppress(ProcessLookupError):
+                select.select([os.pidfd_open(parent)], [], [])
+            os.kill(os.getpid(), number)
+
+        threading.Thread(target=watch, daemon=True).start()
+
+    processes.end_with_parent = end_with_parent
 
 
 def python_is(python: str) -> None:

@@ -125,37 +125,44 @@ def share_exports(kill_at: int = 0, whom: str = "") -> None:
     PreTrainedModel.save_pretrained, model._join_parts = save_pretrained, join
 
 
-def kill_at_answer(number: int, python: str, after: int = 0) -> None:
-    """SIGKILL at answer `number` of a server that samples or gets weights, once a checkpoint is there.
+def kill_at_answer(
+    python: str, number: int = 0, *, after_saving: bool = False, is_real: bool = False, servers: str = ""
+) -> None:
+    """SIGKILL at answer `number` of a vLLM server that samples or gets weights; 0: never.
 
-    0: never. The servers start as `servers_are_forks(python, after)` says.
+    Args:
+        python: see `servers_are_forks`.
+        after_saving: count from the first checkpoint on that this process publishes.
+        is_real: the server is no fork.
+        servers: directory of its output; a line of the file `pids` beside it gets its processes.
     """
-    servers_are_forks(python, after)
+    from pathlib import Path
+
     from rlctl.rollout import vllm_server
     from rlctl.rollout.vllm_server import VLLMServerRollout
     from rlctl.train import saving
+    from tests.processes import writers_to
 
+    servers_are_forks(python, after=int(is_real))
     counted = {vllm_server.GENERATE, "/pause", "/collective_rpc", "/update_weight_version", "/resume"}
-    send, publish, restore = VLLMServerRollout._send, saving.publish, saving.newest_intact
-    has_saved, answers = [False], [0]
+    send, publish = VLLMServerRollout._send, saving.publish
+    counts, answers = [not after_saving], [0]
 
     async def counting(self, client, url, path, *how):
         answer = await send(self, client, url, path, *how)
-        answers[0] += has_saved[0] and path.partition("?")[0] in counted
+        answers[0] += counts[0] and path.partition("?")[0] in counted
         if answers[0] == number > 0:
+            with Path(servers).with_name("pids").open("a") as file:
+                print(*writers_to(Path(servers)), file=file, flush=True)
             os.kill(os.getpid(), signal.SIGKILL)
         return answer
 
-    def noting(function):
-        def call(*given, **named):
-            found = function(*given, **named)
-            has_saved[0] = True
-            return found
+    def publishing(*given, **named):
+        published = publish(*given, **named)
+        counts[0] = True
+        return published
 
-        return call
-
-    VLLMServerRollout._send = counting
-    saving.publish, saving.newest_intact = noting(publish), noting(restore)
+    VLLMServerRollout._send, saving.publish = counting, publishing
 
 
 def no_large_files_after(step: int, limit: int = 100_000) -> None:

@@ -16,14 +16,16 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
+from rlctl.engine.checkpoint import verify
 from rlctl.tiny.embedded import ensure_embedded
 from tests import hooks, runs
+from tests.processes import writers_to
 
 pytestmark = [
     pytest.mark.slow,
     pytest.mark.skipif(importlib.util.find_spec("vllm") is None, reason="vLLM is not installed"),
 ]
-STEPS, PROMPTS, N = 6, 8, 4
+STEPS, PROMPTS, N = 8, 8, 4
 #: Of the moments at which the trainer is killed.
 SEED = 1
 #: An episode is beyond this age if two updates followed the one whose weights sampled its first token.
@@ -46,24 +48,11 @@ IN_FLIGHT = (
 )
 
 
-def servers_of(run: Path) -> list[psutil.Process]:
-    """The processes of the run's servers: their output goes to its files."""
-    found = []
-    for process in psutil.process_iter():
-        try:
-            output = Path(f"/proc/{process.pid}/fd/1").readlink()
-        except OSError:  # it has ended, or is another user's
-            continue
-        if output.parent == run / "engines":
-            found.append(process)
-    return found
-
-
 @pytest.fixture(scope="module")
 def whole(embedded_cache: Path, forked_vllm: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The run without a fault."""
     run = tmp_path_factory.mktemp("whole") / "run"
-    before = partial(hooks.kill_at_answer, 0, str(forked_vllm / "python"))
+    before = partial(hooks.kill_at_answer, str(forked_vllm / "python"))
     job = runs.start_train(run, *IN_FLIGHT, before=before, env={"RLCTL_CACHE": str(embedded_cache)})
     assert job.wait() == 0, job.output[-4000:]
     return run
@@ -72,25 +61,29 @@ def whole(embedded_cache: Path, forked_vllm: Path, tmp_path_factory: pytest.Temp
 @pytest.fixture(scope="module")
 def killed(embedded_cache: Path, forked_vllm: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The same run, killed three times, and every time continued at once."""
-    directory = tmp_path_factory.mktemp("killed")
-    run, weights = directory / "run", directory / "weights"
-    moments, servers = random.Random(SEED), list[psutil.Process]()
+    run = tmp_path_factory.mktemp("killed") / "run"
+    weights, engines, drawn = run.with_name("weights"), run / "engines", random.Random(SEED)
+    start = partial(hooks.kill_at_answer, str(forked_vllm / "python"), servers=str(engines))
     with pytest.MonkeyPatch.context() as patched:
         patched.setenv("RLCTL_CACHE", str(embedded_cache))
-        for start in range(4):
-            # No more than two steps are sampled ahead: so many answers are left after the first checkpoint.
-            moment = moments.randrange(1, 31) if start < 3 else 0
-            real = 1 if start == 0 else 0  # for the first server, the kernel's way of ending it counts
-            before = partial(hooks.kill_at_answer, moment, str(forked_vllm / "python"), real)
-            if start == 0:
-                settings = (*IN_FLIGHT, f"rollout.server.weights_dir={weights}")
-                job = runs.start_train(run, *settings, before=before)
+        for number, after_saving in enumerate((True, False, True)):
+            # At most two steps are sampled ahead, so that the run always gets this many answers.
+            kill = {"number": drawn.randrange(1, 31), "after_saving": after_saving}
+            before = partial(start, is_real=number == 0, **kill)
+            if number == 0:
+                given = f"rollout.server.weights_dir={weights}"
+                job = runs.start_train(run, *IN_FLIGHT, given, before=before)
             else:
                 job = runs.resume(run, before=before)
-            assert job.wait() == (-signal.SIGKILL if moment else 0), job.output[-4000:]
-            servers += servers_of(run)
+            assert job.wait() == -signal.SIGKILL, job.output[-4000:]
             assert job.orphans() == []
-    assert psutil.wait_procs(servers, timeout=60)[1] == []
+        job = runs.resume(run, before=start)
+        assert job.wait() == 0, job.output[-4000:]
+    started = [line.split() for line in (run / "pids").read_text().splitlines()]
+    assert len(started) == 3
+    assert all(started)
+    _, left = psutil.wait_procs(list(map(psutil.Process, writers_to(engines))), timeout=60)
+    assert left == []
     assert list(weights.iterdir()) == []
     return run
 
@@ -111,6 +104,12 @@ def test_every_prompt_is_used_as_often_as_without_a_kill(killed: Path, whole: Pa
     assert used == wanted
 
 
+def versions_of(run: Path) -> list[int]:
+    """Version of the weights after each step, from step 0 on; a step that drops all episodes adds none."""
+    found = [verify(run / f"checkpoints/step_{step:06d}")[1] for step in range(1, STEPS + 1)]
+    return [0, *(checkpoint.state.policy_version for checkpoint in found)]
+
+
 @torch.no_grad()
 def test_every_token_was_sampled_by_the_weights_of_its_version(
     killed: Path, whole: Path, embedded_cache: Path
@@ -121,31 +120,31 @@ def test_every_token_was_sampled_by_the_weights_of_its_version(
         rows = runs.rollouts(run)
         ids = [torch.tensor(row["token_ids"]) for row in rows]
         padded = torch.nn.utils.rnn.pad_sequence(ids, batch_first=True)
-        scores = []
-        for version in range(STEPS):
-            at = run / f"checkpoints/step_{version:06d}/model" if version else start
+        scores, known = {}, versions_of(run)
+        for step, version in enumerate(known):
+            at = run / f"checkpoints/step_{step:06d}/model" if step else start
             model = AutoModelForCausalLM.from_pretrained(at, dtype=torch.float32).eval()
             log_probs = model(padded[:, :-1]).logits.log_softmax(-1)
-            scores.append(log_probs.gather(2, padded[:, 1:, None]).squeeze(2))
+            scores[version] = log_probs.gather(2, padded[:, 1:, None]).squeeze(2)
         right, others, versions = [], [], set()
         for number, row in enumerate(rows):
             places = [place - 1 for place, sampled in enumerate(row["sampled"]) if sampled]
             for place, (version, log_prob) in zip(places, tokens_of(row), strict=True):
-                assert 0 <= version < row["step"]
+                assert 0 <= version <= known[row["step"] - 1]
                 versions.add(version)
                 right.append(abs(scores[version][number, place] - log_prob))
-                others.append(abs(scores[(version + 1) % STEPS][number, place] - log_prob))
+                others += [abs(scores[version - 1][number, place] - log_prob)] if version else []
         assert max(right) < 1e-4
         assert sorted(others)[len(others) // 2] > 1e-3  # so another version would show
-        assert len(versions) > 2
+        assert len(versions) > 1
 
 
 def test_what_is_logged_is_what_was_trained_on(killed: Path, whole: Path) -> None:
     for run in (killed, whole):
-        rows = runs.rollouts(run)
-        for line in runs.metrics(run):
+        rows, versions = runs.rollouts(run), versions_of(run)
+        for line, trained in zip(runs.metrics(run), versions, strict=False):
             of_step = [tokens_of(row) for row in rows if row["step"] == line["step"]]
-            ages = [[line["step"] - 1 - version for version, _ in row] for row in of_step]
+            ages = [[trained - version for version, _ in row] for row in of_step]
             tokens = [age for row in ages for age in row]
             older, mixed = [max(row) > LIMIT for row in ages], [len(set(row)) > 1 for row in ages]
             assert line["age/token_mean"] == pytest.approx(sum(tokens) / len(tokens))

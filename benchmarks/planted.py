@@ -262,7 +262,7 @@ def _record(change: Callable[[Any, float], Any]) -> None:
             forced = super().__call__(input_ids, scores)
             position = input_ids.shape[1] - self._prompt_length
             chosen = forced.argmax(dim=-1, keepdim=True)
-            self.log_probs[:, position] = reported.gather(1, chosen).squeeze(1)
+            self.log_probs[self.rows, position] = reported.gather(1, chosen).squeeze(1)
             return forced
 
     told = hf.processors

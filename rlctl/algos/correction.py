@@ -126,7 +126,7 @@ def correct(
         gap, log_probs, rollout_log_probs = (x[inside] for x in (gap, log_probs, rollout_log_probs))
         advantages, age = (None if x is None else x[inside] for x in (advantages, age))
         units, total = units.kept(inside).present(), total[used]
-    token, unit = gap.clamp(-LOG_RATIO_CLAMP, LOG_RATIO_CLAMP), rules.segments(units, "sequence")
+    token, unit = gap.clamp_(-LOG_RATIO_CLAMP, LOG_RATIO_CLAMP), rules.segments(units, "sequence")
     log_ratio = LogRatio(token, total, log_probs, rollout_log_probs, units, unit, advantages, age)
     sums |= _gap_sums(log_ratio)
     keep = torch.ones_like(gap, dtype=torch.bool)
@@ -168,7 +168,7 @@ def _check_inputs(
 
 def clamped_exp(log_weight: Tensor) -> Tensor:
     """exp(clip(log w, ±20))."""
-    return log_weight.clamp(-LOG_RATIO_CLAMP, LOG_RATIO_CLAMP).exp()
+    return log_weight.clamp(-LOG_RATIO_CLAMP, LOG_RATIO_CLAMP).exp_()
 
 
 def bound(weights: Tensor, rule: WeightRule) -> Tensor:
@@ -232,14 +232,15 @@ def _weighted(
     raw = clamped_exp(_evaluated(CORRECTION_WEIGHTS, name, log_ratio, rule.params, rules).double())
     bounded = bound(raw, rule)
     survives = level.any(keep)
+    averaged = torch.ones_like(survives) if rule.normalize_over == "all" else survives
+    sums = {"weight.normalizer": (bounded * averaged).sum(), "weight.normalizer_count": averaged.sum()}
     column = level.spread(bounded.float())
     weights = column * keep
     # What `rollout_is_*` describe: the weights of the loss, unless a convention ignores rejection.
     described, shown = (weights, bounded * survives) if rule.metrics is None else (column, bounded)
     of_responses = raw if level is unit else unit.mean(level.spread(raw))
-    averaged = torch.ones_like(survives) if rule.normalize_over == "all" else survives
     multiplicity = None if rule.by_token else level.lengths
-    sums = moments("raw.token", raw, multiplicity) | moments("weight.token", described)
+    sums |= moments("raw.token", raw, multiplicity) | moments("weight.token", described)
     sums |= moments("raw.sequence", of_responses)
     sums |= moments("weight.sequence", shown if level is unit else unit.mean(described))
     if not rule.by_token:
@@ -249,8 +250,6 @@ def _weighted(
         "weight.below": (raw < rule.lower_edge).sum(),
         "weight.sequences_above": (of_responses > rule.upper).sum(),
         "weight.sequences_below": (of_responses < rule.lower_edge).sum(),
-        "weight.normalizer": (bounded * averaged).sum(),
-        "weight.normalizer_count": averaged.sum(),
     }
     return weights, raw, bounded, sums
 
@@ -273,8 +272,8 @@ def _gap_sums(log_ratio: LogRatio) -> Sums:
     excess = token.expm1()  # ρ − 1, exact where ρ is near 1
     sums = {
         "per_token.kl": -total.sum(),
-        "per_token.k3_kl": (excess - token).sum(),
         "per_token.chi2_token": excess @ excess + 2.0 * excess.sum(),
+        "per_token.k3_kl": excess.sub_(token).sum(),
         "per_response.chi2_seq": (2.0 * total.clamp(-LOG_RATIO_CLAMP, LOG_RATIO_CLAMP)).expm1().sum(),
     }
     del token, excess
@@ -288,10 +287,12 @@ def _gap_sums(log_ratio: LogRatio) -> Sums:
         "per_response.log_ppl_abs_diff": difference.abs().sum(),
         "per_response.ppl_ratio": difference.exp().sum(),
     }
-    train, rollout = log_ratio.train.double().exp(), log_ratio.rollout.double().exp()
+    train, rollout = (
+        column.to(torch.float64, copy=True).exp_() for column in (log_ratio.train, log_ratio.rollout)
+    )
     sums |= {"prob.train": train.sum(), "prob.train_squares": train @ train}
     sums |= {"prob.rollout": rollout.sum(), "prob.rollout_squares": rollout @ rollout}
-    return sums | moments("prob.distance", (train - rollout).abs_())
+    return sums | moments("prob.distance", train.sub_(rollout).abs_())
 
 
 # --- on the host ----------------------------------------------------------------------------------

@@ -232,11 +232,13 @@ def moments(name: str, values: Tensor, n: Tensor | None = None) -> Sums:
         n: (K,) multiplicity of each value; None: 1.
     """
     x = values.double()
-    there = x if n is None else x[n > 0]
-    low, high = there.aminmax() if len(there) else x.new_tensor((math.inf, -math.inf))
-    if n is None:
+    if not len(x):
+        found = tuple(x.new_tensor((0.0, 0.0, 0.0, -math.inf, -math.inf)))
+    elif n is None:
+        low, high = x.aminmax()
         found = x.new_tensor(len(x)), x.sum(), x @ x, high, -low
     else:
+        low, high = x.where(n > 0, math.inf).amin(), x.where(n > 0, -math.inf).amax()
         found = n.sum().double(), x @ n.double(), x * n @ x, high, -low
     return {f"{name}{part}": value for part, value in zip(_MOMENTS, found, strict=True)}
 

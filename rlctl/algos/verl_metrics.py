@@ -7,10 +7,9 @@ length; and the standard deviation of a criterion is that of its statistic clamp
 
 from __future__ import annotations
 
-import math
 from typing import TYPE_CHECKING
 
-from rlctl.algos.segments import HostSums, Moments, Sums, ratio
+from rlctl.algos.segments import HostSums, Moments, Sums, moments
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -24,22 +23,13 @@ def criterion_sums(name: str, values: Tensor, lengths: Tensor | None, rule: Reje
     Args:
         lengths: (K,) tokens for which each value counts; None: values are per token.
     """
-    x = values.double()
-    clamped = x.clamp(0.0 if rule.lower is None else rule.lower, rule.upper)
-    n = x.new_ones(len(x)) if lengths is None else lengths.double()
-    return {
-        f"{name}.verl_n": n.sum(),
-        f"{name}.verl_x": x @ n,
-        f"{name}.verl_clamped": clamped @ n,
-        f"{name}.verl_clamped_squares": clamped.square() @ n,
-    }
+    clamped = values.double().clamp(0.0 if rule.lower is None else rule.lower, rule.upper)
+    return moments(f"{name}.verl", values, lengths) | moments(f"{name}.verl_clamped", clamped, lengths)
 
 
 def criterion_moments(sums: HostSums, name: str) -> tuple[float, float]:
     """Mean of the statistic over tokens, and standard deviation of the clamped statistic."""
-    n = sums[f"{name}.verl_n"]
-    clamped, squares = ratio(sums[f"{name}.verl_clamped"], n), ratio(sums[f"{name}.verl_clamped_squares"], n)
-    return ratio(sums[f"{name}.verl_x"], n), math.sqrt(max(squares - clamped**2, 0.0))
+    return Moments.read(sums, f"{name}.verl").mean, Moments.read(sums, f"{name}.verl_clamped").std
 
 
 def weight_metrics(token: Moments, raw: Moments | None) -> HostSums:

@@ -128,8 +128,8 @@ class _Placing:
     Attributes:
         row, place: (n,) int64.
         shape: R, W.
-        member: (n,) int64, number of the token's sequence within its row, from 1; None: there is no mask.
-        common: (R, C, C) int32, number of first tokens that two sequences of a row share; 0: padding.
+        first, last: (n,) int64, numbers of the first and last sequence of the row, from 1, that contain the
+            token, as do all between; None: there is no mask.
         prefix: the first columns, which are computed once for each run of rows that are equal there.
         num_runs: number of these runs.
         lengths: (K,) of the sequences that kernels separate in one row, without a mask; None: rows have one.
@@ -138,8 +138,8 @@ class _Placing:
     row: Tensor
     place: Tensor
     shape: tuple[int, int]
-    member: Tensor | None = None
-    common: Tensor | None = None
+    first: Tensor | None = None
+    last: Tensor | None = None
     prefix: int = 0
     num_runs: int = 0
     lengths: Tensor | None = None
@@ -192,26 +192,24 @@ def _packing(tokens: _Tokens, config: Any) -> _Placing:
         zeros = torch.zeros_like(tokens.ids)
         return _Placing(zeros, torch.arange(count), (1, count), lengths=tokens.sequences.lengths)
     bins = _bins(tokens, max(tokens.longest, packed_width(config.hidden_size)))
-    lengths, width = tokens.sequences.lengths.tolist(), 0
-    at, (row_of, member_of) = [tokens.ids] * len(lengths), torch.zeros(2, len(lengths), dtype=torch.int64)
-    most = 1 + max(sum(map(len, runs)) for runs in bins)
-    common = torch.zeros(len(bins), most, most, dtype=torch.int32)
-    common.diagonal(dim1=1, dim2=2).fill_(torch.iinfo(torch.int32).max)
-    for row, runs in enumerate(bins):
-        end = number = 0
-        for run in runs:
-            first = number + 1
-            for one in run:
-                shared, number = (tokens.common[one] if one > run.start else 0), number + 1
-                start, end = end, end + lengths[one] - shared
-                at[one] = torch.cat([at[one - 1][:shared], torch.arange(start, end)])
-                row_of[one], member_of[one] = row, number
-                # With a sequence further back: the shortest beginning that is shared in between.
-                common[row, number, first:number] = common[row, number - 1, first:number].clamp(max=shared)
-                common[row, first:number, number] = common[row, number, first:number]
-        width = max(width, end)
-    rows, members = tokens.sequences.spread(row_of), tokens.sequences.spread(member_of)
-    return _Placing(rows, torch.cat(at), (len(bins), width), members, common)
+    sequences, shared = tokens.sequences, torch.tensor(tokens.common)
+    shared[[run.start for runs in bins for run in runs]] = 0
+    order = torch.tensor([one for runs in bins for run in runs for one in run])
+    in_row = Segments(torch.tensor([sum(map(len, runs)) for runs in bins]))
+    added = (sequences.lengths - shared)[order]
+    row, number, start = torch.empty(3, len(sequences), dtype=torch.int64)
+    row[order], number[order] = in_row.index, in_row.places + 1
+    start[order] = (in_row.cumsum(added) - added).long()
+    # (K, L): a token that is not a sequence's own is that of the last sequence before which has its own.
+    is_own = torch.arange(tokens.longest) >= shared[:, None]
+    every = torch.arange(len(sequences), dtype=torch.int32)[:, None]
+    owner = sequences.flat(torch.where(is_own, every, 0).cummax(0).values).long()
+    later = torch.where(is_own, every, len(sequences))[1:]
+    following = later.flip(0).cummin(0).values.flip(0)
+    last = sequences.flat(functional.pad(following, (0, 0, 0, 1), value=len(sequences))).long() - 1
+    shape = len(bins), int(in_row.sum(added).max())
+    place = start[owner] + sequences.places - shared[owner]
+    return _Placing(row[owner], place, shape, number[owner], number[last])
 
 
 def _bins(tokens: _Tokens, width: int) -> list[list[range]]:
@@ -258,10 +256,11 @@ def packed_rows(body: Any, tokens: _Tokens) -> Rows:
     device, config = next(body.parameters()).device, body.config
     packing = _packing(tokens, config)
     rows = packing.rows(tokens, device)
-    if packing.member is not None and packing.common is not None:
-        member = torch.zeros(packing.shape, dtype=torch.int64)
-        member[packing.row, packing.place] = packing.member
-        mask = _mask(packing.common.to(device), member.to(device), rows.inputs["position_ids"])
+    if packing.first is not None and packing.last is not None:
+        first, last = torch.zeros(2, *packing.shape, dtype=torch.int64)
+        at = packing.row, packing.place
+        first[at], last[at] = packing.first, packing.last
+        mask = _mask(first.to(device), last.to(device), rows.inputs["position_ids"])
         if config._attn_implementation == "eager":  # it adds the mask to the scores
             dtype = next(body.parameters()).dtype
             mask = torch.zeros_like(mask, dtype=dtype).masked_fill_(~mask, torch.finfo(dtype).min)
@@ -269,18 +268,16 @@ def packed_rows(body: Any, tokens: _Tokens) -> Rows:
     return rows
 
 
-def _mask(common: Tensor, member: Tensor, positions: Tensor) -> Tensor:
+def _mask(first: Tensor, last: Tensor, positions: Tensor) -> Tensor:
     """(R, 1, W, W) bool: a token attends to the past of its sequence, padding to padding.
 
     Args:
-        common: (R, C, C), see `_Placing`.
-        member: (R, W) int64, a sequence that contains the token; 0: padding.
+        first, last: (R, W) int64, the sequences that contain the token, see `_Placing`; 0: padding.
         positions: (R, W) int64.
     """
-    rows = torch.arange(len(member), device=member.device)[:, None]
-    # (R, C, W): whether the token belongs to each of the sequences. `common` is symmetric.
-    belongs = positions[:, None] < common[rows, member].transpose(1, 2)
-    return (belongs[rows, member] & (positions[:, None] <= positions[:, :, None]))[:, None]
+    of_token = first[:, :, None]  # one sequence that contains it; the past of all of them is equal
+    belongs = (first[:, None] <= of_token) & (of_token <= last[:, None])
+    return (belongs & (positions[:, None] <= positions[:, :, None]))[:, None]
 
 
 def padded_rows(body: Any, tokens: _Tokens, *, share_prompts: bool) -> Rows:

@@ -1,9 +1,9 @@
 """Runs the episodes of a batch at the same time: those that wait for the policy share its batches.
 
 Episodes are coroutines of one thread. The engine samples in another thread, so that environments go on
-meanwhile: a slow episode holds the others for a tenth of a batch's time at most. With `environment.lockstep`
-the engine waits until every episode waits for it; batches are then the same in every run of a deterministic
-environment.
+meanwhile: a batch starts when no further turn came for a tenth of the last one's time, after the whole of it
+at the latest. With `environment.lockstep` the engine waits until every episode waits for it; batches are then
+the same in every run of a deterministic environment.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ if TYPE_CHECKING:
     from rlctl.spec.environment import EnvironmentSpec
 
 
-#: Share of the last batch's seconds for which a batch waits for more turns: its longest turn sets its length.
+#: Share of the last batch's seconds for which a batch waits for one more turn: its longest sets its time.
 _PATIENCE = 0.1
 
 
@@ -93,10 +93,11 @@ class Conductor:
             all_wait = self._all_wait()
             if not self._waiting or (self._spec.lockstep and not all_wait):
                 continue
-            deadline = time.perf_counter() + _PATIENCE * self._batch_s
+            latest, patience = time.perf_counter() + self._batch_s, _PATIENCE * self._batch_s
             while self._waiting and not (all_wait or is_concurrent(self._engine)):
                 try:
-                    await asyncio.wait_for(self._changed.wait(), deadline - time.perf_counter())
+                    left = min(patience, latest - time.perf_counter())
+                    await asyncio.wait_for(self._changed.wait(), left)
                 except TimeoutError:
                     break
                 all_wait = self._all_wait()

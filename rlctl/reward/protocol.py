@@ -9,6 +9,7 @@ import re
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 from typing import TYPE_CHECKING, Any, Literal
 
 from rlctl.errors import visible
@@ -161,7 +162,7 @@ class RewardResult:
         return self.scores if penalty is None else self.scores - penalty * self.valid
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class Graded:
     """The groups of one step that this rank sampled, in order of `group_id`, and their grades.
 
@@ -176,7 +177,7 @@ class Graded:
     baseline: RewardResult | None
     sampling_cost: dict[str, float]
 
-    @property
+    @cached_property
     def episodes(self) -> list[Episode]:
         """All episodes, in order of group and member."""
         return [episode for group in self.groups for episode in group]

@@ -84,7 +84,10 @@ class HFRollout:
         self._policy_version: int | None = 0  # None during a sync and after a failed one
 
     def sample(self, requests: Sequence[Request], sampling: Sampling) -> list[Turn]:
-        """See `RolloutEngine.sample`; adjacent requests with equal tokens share their computation."""
+        """See `RolloutEngine.sample`; adjacent requests with equal tokens share their computation.
+
+        Each time half of the rows have ended, the others go on without them.
+        """
         policy_version = synced(self._policy_version)
         size = self._max_num_seqs or max(len(requests), 1)
         chunks = (requests[start : start + size] for start in range(0, len(requests), size))
@@ -108,16 +111,18 @@ class HFRollout:
     def _sample(self, requests: Sequence[Request], sampling: Sampling, policy_version: int) -> list[Turn]:
         """Samples the turns of one chunk."""
         longest = max(request.limit(sampling) for request in requests)
+        divides = self._shares_prompts and not sampling.with_experts  # a cache can be that of other rows
         prompt_ids, prompt_mask, shared = _in_columns(
             [request.token_ids for request in requests],
             self._pad_id,
-            shares=self._shares_prompts and not sampling.with_experts,
+            shares=divides,
             window=shortest_window(self._model.config.get_text_config()) - longest,
         )
         prompt_ids, prompt_mask = prompt_ids.to(self._device), prompt_mask.to(self._device)
         sampler = RecordingSampler(requests, sampling, prompt_ids.shape[1], self._eos_ids, self._device)
         config = GenerationConfig(
-            max_new_tokens=sampler.tokens.shape[1],
+            max_length=prompt_ids.shape[1] + sampler.tokens.shape[1],
+            return_dict_in_generate=True,
             do_sample=False,  # the sampler has already chosen the token
             eos_token_id=self._eos_ids,
             pad_token_id=self._pad_id,
@@ -126,14 +131,23 @@ class HFRollout:
         routing = Routing(Mixture.of(body, REPLAY)) if sampling.with_experts else None
         with routing or contextlib.nullcontext():
             first, is_read = prompt_ids[:, :shared], prompt_mask[:, :shared]
-            prefix = shared_prefix(body, first, is_read, (is_read.cumsum(1) - 1).clamp_(min=0))
-            self._model.generate(
-                prompt_ids,
-                attention_mask=prompt_mask.long(),
-                generation_config=config,
-                logits_processor=processors(sampling, sampler),
-                past_key_values=prefix,
-            )
+            cache = shared_prefix(body, first, is_read, (is_read.cumsum(1) - 1).clamp_(min=0))
+            token_ids, mask = prompt_ids, prompt_mask.long()
+            while True:
+                found = self._model.generate(
+                    token_ids,
+                    attention_mask=mask,
+                    generation_config=config,
+                    logits_processor=processors(sampling, sampler),
+                    stopping_criteria=[sampler.most_have_ended] if divides else None,
+                    past_key_values=cache,
+                )
+                rows = sampler.go_on()
+                if not len(rows):
+                    break
+                token_ids, cache = found.sequences[rows], found.past_key_values
+                mask = functional.pad(mask[rows], (0, token_ids.shape[1] - mask.shape[1]), value=1)
+                cache.batch_select_indices(rows)
         turns = sampler.turns(policy_version)
         if routing is None:
             return turns
@@ -224,6 +238,7 @@ class RecordingSampler(LogitsProcessor):  # type: ignore[misc]  # transformers i
             than one step's (B, V) is in memory at a time.
         lengths: (B,) int64, number of tokens of each turn, end of sequence included.
         stopped: (B,) bool, the turn has reached an end of sequence.
+        rows: (b,) int64, the requests whose rows are computed.
         num_steps: number of calls.
     """
 
@@ -247,6 +262,7 @@ class RecordingSampler(LogitsProcessor):  # type: ignore[misc]  # transformers i
         self.lengths = torch.zeros_like(self._limits)
         self.stopped = torch.zeros_like(self._limits, dtype=torch.bool)
         self.num_steps = 0
+        self.rows = torch.arange(len(requests), device=device)
         self._sizes = torch.zeros_like(self.tokens, dtype=torch.int32)
         self._sets: list[Tensor] = []  # per step, (2, kept): flattened indices in (B, T), tokens
         self._most_likely: list[tuple[Tensor, Tensor]] = []  # per step, (B, K): tokens, log-probs
@@ -254,32 +270,51 @@ class RecordingSampler(LogitsProcessor):  # type: ignore[misc]  # transformers i
     def __call__(self, input_ids: Tensor, scores: Tensor) -> Tensor:
         """Sets (B, V) `scores` in place to zero at the chosen token and to -inf elsewhere."""
         position = input_ids.shape[1] - self._prompt_length
+        running, rows = self._running[self.rows], self.rows
         self.num_steps = position + 1
-        running = ~self.stopped & (position < self._limits)
         if self._sampling.with_kept:
             self._keep(position, scores, running)
         log_probs = scores.float().log_softmax(dim=-1)
         if self._sampling.greedy:
             tokens = log_probs.argmax(dim=-1, keepdim=True)
         else:
-            tokens = draw(log_probs, self._uniforms[:, position, None])
-        self.tokens[:, position] = tokens.squeeze(1)
-        self.log_probs[:, position] = log_probs.gather(1, tokens).squeeze(1)
+            tokens = draw(log_probs, self._uniforms[rows, position, None])
+        self.tokens[rows, position] = tokens.squeeze(1)
+        self.log_probs[rows, position] = log_probs.gather(1, tokens).squeeze(1)
         if count := self._sampling.num_most_likely:
             highest = log_probs.topk(min(count, log_probs.shape[-1]))
-            self._most_likely.append((highest.indices.int(), highest.values))
-        self.lengths += running
-        self.stopped |= running & torch.isin(tokens.squeeze(1), self._end_ids)
+            shape = len(self.lengths), highest.values.shape[1]
+            ids, values = self.tokens.new_zeros(shape, dtype=torch.int32), log_probs.new_zeros(shape)
+            ids[rows], values[rows] = highest.indices.int(), highest.values
+            self._most_likely.append((ids, values))
+        self.lengths[rows] += running
+        self.stopped[rows] |= running & torch.isin(tokens.squeeze(1), self._end_ids)
         tokens = torch.where(running[:, None], tokens, self._end_ids[0])  # ends a row at its limit
         return scores.fill_(-torch.inf).scatter_(1, tokens, 0.0)
+
+    @property
+    def _running(self) -> Tensor:
+        """(B,) bool: the turn goes on."""
+        return ~self.stopped & (self.num_steps < self._limits)
+
+    def most_have_ended(self, token_ids: Tensor, _: Any) -> Tensor:
+        """For each row that is computed, whether at most half of them go on; a criterion of `generate`."""
+        is_few = 2 * self._running.sum() <= len(token_ids)
+        return is_few.expand(len(token_ids))
+
+    def go_on(self) -> Tensor:
+        """(b,) int64: places of the rows that go on among those that were computed; only these are next."""
+        goes_on = self._running[self.rows]
+        self.rows = self.rows[goes_on]
+        return goes_on.nonzero().squeeze(1)
 
     def _keep(self, position: int, scores: Tensor, running: Tensor) -> None:
         """Records the tokens that running rows sample from; none for rows whose scores are all finite."""
         kept = scores > -torch.inf
         kept &= (running & ~kept.all(-1))[:, None]
-        self._sizes[:, position] = kept.sum(-1)
+        self._sizes[self.rows, position] = kept.sum(-1, dtype=torch.int32)
         rows, tokens = kept.nonzero(as_tuple=True)
-        self._sets.append(torch.stack([rows * self._sizes.shape[1] + position, tokens]).int())
+        self._sets.append(torch.stack([self.rows[rows] * self._sizes.shape[1] + position, tokens]).int())
 
     def turns(self, policy_version: int) -> list[Turn]:
         """One turn per request, on the CPU."""

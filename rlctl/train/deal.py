@@ -91,8 +91,8 @@ def deal(batch: TokenBatch, ranks: Ranks, groups_per_mini: int, group_size: int 
     parts = assigned(every, ranks.world_size // group_size)
     if ranks.world_size > 1:
         batch = _moved(batch, ranks, every, [[p * group_size + i for i in range(group_size)] for p in parts])
-    order = sorted(range(batch.num_episodes), key=lambda i: (int(batch.group_ids[i]), int(batch.members[i])))
-    return batch.pick(order)
+    keys = list(zip(batch.group_ids.tolist(), batch.members.tolist(), strict=True))
+    return batch.pick(sorted(range(batch.num_episodes), key=keys.__getitem__))
 
 
 def _described(batch: TokenBatch, rank: int, groups_per_mini: int) -> list[Dealt]:

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from rlctl.algos.correction import clamped_exp
 from rlctl.algos.estimators import has_spread
-from rlctl.algos.segments import HostSums, Moments, Sums, counts, moments, ratio
+from rlctl.algos.segments import HostSums, Moments, Segments, Sums, counts, moments, ratio
 from rlctl.batch import Episode, TokenBatch
 from rlctl.environment.protocol import STOP_REASONS
 from rlctl.errors import RunFailure
@@ -195,8 +195,9 @@ def ages_of(episodes: Sequence[Episode], policy_version: int) -> Tensor:
 
     0 for an episode without sampled tokens.
     """
-    versions = ([int(s.versions.min()) for s in e.sequences if len(s.versions)] for e in episodes)
-    return policy_version - _column(min(found, default=policy_version) for found in versions)
+    versions = [sequence.versions for episode in episodes for sequence in episode.sequences]
+    ages = policy_version - torch.cat([torch.empty(0, dtype=torch.int64), *versions])
+    return Segments(torch.tensor([e.num_sampled for e in episodes], dtype=torch.int64)).max(ages).clamp(min=0)
 
 
 def age_sums(graded: Graded, policy_version: int, limit: int | None) -> Sums:

@@ -9,7 +9,14 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
-from transformers import AutoModelForCausalLM, GenerationConfig, LlamaConfig, LlamaForCausalLM
+from transformers import (
+    AutoModelForCausalLM,
+    GenerationConfig,
+    LlamaConfig,
+    LlamaForCausalLM,
+    MistralConfig,
+    MistralForCausalLM,
+)
 
 from rlctl.batch import Turn
 from rlctl.errors import RunFailure, UsageError
@@ -178,6 +185,37 @@ def test_a_turn_depends_on_its_own_request_only(model: Any) -> None:
             turn.finish_reason == "stop",
             True,
         )
+
+
+@pytest.mark.parametrize("window", [None, 4])
+def test_rows_that_have_ended_are_not_computed_for_long(model: Any, window: int | None) -> None:
+    """When half of them have ended, the rest goes on alone, with all that is recorded of its tokens."""
+    if window:
+        shape = {"hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 2, "num_attention_heads": 2}
+        torch.manual_seed(0)
+        model = MistralForCausalLM(
+            MistralConfig(vocab_size=len(TOKENIZER), num_key_value_heads=1, sliding_window=window, **shape)
+        )
+    requests = [Request([2 + place % 3, 5], place, 1 + 3 * place) for place in range(12)]
+    asked = replace(PLAIN, top_k=3, with_kept=True, num_most_likely=2)
+    engine, computed = HFRollout(model, TOKENIZER, "cpu"), list[int]()
+    hook = engine._model.register_forward_hook(lambda *args: computed.append(len(args[2].logits)))
+    turns = engine.sample(requests, asked)
+    hook.remove()
+    expected = rows = len(requests)
+    for place, count in enumerate(computed):
+        assert count == expected
+        num_left = sum(len(turn.token_ids) > place + 1 for turn in turns)
+        expected = rows = num_left if 2 * num_left <= rows else rows
+    assert expected == 0
+    assert min(computed) < 3
+    for turn, request in zip(turns, requests, strict=True):
+        [other] = engine.sample([request], asked)
+        assert_same([turn], [other])
+        for ours, theirs in ((turn.kept, other.kept), (turn.most_likely, other.most_likely)):
+            assert ours is not None
+            assert theirs is not None
+            assert (ours.ids.tolist(), ours.counts.tolist()) == (theirs.ids.tolist(), theirs.counts.tolist())
 
 
 def test_no_requests_give_no_turns(model: Any) -> None:

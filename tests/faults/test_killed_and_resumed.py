@@ -137,8 +137,6 @@ def test_killed_while_ranks_write_an_export_together(
     job = runs.start_train(run, *SHARED, before=partial(hooks.share_exports, 2, whom))
     code = job.wait(120)
     assert job.orphans() == []
-    assert models_in(run) == [run / "checkpoints/step_000001/model"]
-    assert runs.checkpoints(run) == [".partial-000002", "step_000001"]
     if whom == "all":
         assert code == -signal.SIGKILL
     else:
@@ -147,6 +145,8 @@ def test_killed_while_ranks_write_an_export_together(
         assert "resume with --resume" in job.output
         assert "free space" not in job.output
         assert "Traceback" not in job.output
+    assert models_in(run) == [run / "checkpoints/step_000001/model"]
+    assert runs.checkpoints(run) == [".partial-000002", "step_000001"]
     said = finish(run, before=hooks.share_exports)
     assert "set aside .partial-000002" in said
     assert "resuming after step 1" in said

@@ -126,15 +126,22 @@ def share_exports(kill_at: int = 0, whom: str = "") -> None:
 
 
 def kill_at_answer(
-    python: str, number: int = 0, *, after_saving: bool = False, is_real: bool = False, servers: str = ""
+    python: str,
+    number: int = 0,
+    *,
+    path: str = "",
+    after_saving: bool = False,
+    is_real: bool = False,
+    servers: str = "",
 ) -> None:
     """SIGKILL at answer `number` of a vLLM server that samples or gets weights; 0: never.
 
     Args:
         python: see `servers_are_forks`.
+        path: count answers at this path only.
         after_saving: count from the first checkpoint on that this process publishes.
         is_real: the server is no fork.
-        servers: directory of its output; a line of the file `pids` beside it gets its processes.
+        servers: directory of its output; its processes are noted in a line of the file `pids` beside it.
     """
     from pathlib import Path
 
@@ -144,16 +151,18 @@ def kill_at_answer(
     from tests.processes import writers_to
 
     servers_are_forks(python, after=int(is_real))
-    counted = {vllm_server.GENERATE, "/pause", "/collective_rpc", "/update_weight_version", "/resume"}
+    updates = {"/pause", "/collective_rpc", "/update_weight_version", "/resume"}
+    counted = {path} if path else {vllm_server.GENERATE, *updates}
     send, publish = VLLMServerRollout._send, saving.publish
     counts, answers = [not after_saving], [0]
 
-    async def counting(self, client, url, path, *how):
-        answer = await send(self, client, url, path, *how)
-        answers[0] += counts[0] and path.partition("?")[0] in counted
+    async def counting(self, client, url, place, *how):
+        answer = await send(self, client, url, place, *how)
+        answers[0] += counts[0] and place.partition("?")[0] in counted
         if answers[0] == number > 0:
-            with Path(servers).with_name("pids").open("a") as file:
-                print(*writers_to(Path(servers)), file=file, flush=True)
+            if servers:
+                with Path(servers).with_name("pids").open("a") as file:
+                    print(*writers_to(Path(servers)), file=file, flush=True)
             os.kill(os.getpid(), signal.SIGKILL)
         return answer
 

@@ -127,7 +127,6 @@ def models_in(run: Path) -> list[Path]:
     return found
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("whom", ["main", "other", "all", "joining"])
 def test_killed_while_ranks_write_an_export_together(
     tmp_path: Path, embedded: Path, exported: dict[str, bytes], whom: str

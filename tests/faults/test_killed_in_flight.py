@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import importlib.util
 import itertools
 import random
 import signal
+import subprocess
 from collections import Counter
 from functools import partial
 from pathlib import Path
@@ -17,9 +19,14 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from rlctl.engine.checkpoint import verify
+from rlctl.rollout import server_process
+from rlctl.rollout.build_vllm import build_vllm
+from rlctl.rollout.protocol import PlainWeights
+from rlctl.rollout.server_access import KEY
 from rlctl.tiny.embedded import ensure_embedded
 from tests import hooks, runs
 from tests.processes import writers_to
+from tests.unit.rollout.stub_server import context_of
 
 pytestmark = [
     pytest.mark.slow,
@@ -94,14 +101,13 @@ def tokens_of(row: dict[str, Any]) -> list[tuple[int, float]]:
     return [(version, log_prob) for sampled, version, log_prob in columns if sampled]
 
 
-def test_every_prompt_is_used_as_often_as_without_a_kill(killed: Path, whole: Path) -> None:
-    for run in (killed, whole):
-        rows = runs.rollouts(run)
-        members = Counter((row["step"], row["group_id"], row["member"]) for row in rows)
-        assert members == Counter(itertools.product(range(1, STEPS + 1), range(PROMPTS), range(N)))
-        assert [line["step"] for line in runs.metrics(run)] == list(range(1, STEPS + 1))
-    used, wanted = (Counter(row["prompt"] for row in runs.rollouts(run)) for run in (killed, whole))
-    assert used == wanted
+def prompts_of(run: Path) -> Counter[str]:
+    """How often each prompt was used, in a run whose steps are complete."""
+    rows = runs.rollouts(run)
+    members = Counter((row["step"], row["group_id"], row["member"]) for row in rows)
+    assert members == Counter(itertools.product(range(1, STEPS + 1), range(PROMPTS), range(N)))
+    assert [line["step"] for line in runs.metrics(run)] == list(range(1, STEPS + 1))
+    return Counter(row["prompt"] for row in rows)
 
 
 def versions_of(run: Path) -> list[int]:
@@ -111,32 +117,37 @@ def versions_of(run: Path) -> list[int]:
 
 
 @torch.no_grad()
+def assert_sampled_by_their_versions(run: Path, cache: Path) -> None:
+    """Scores every token with the checkpoint of its version, and with the one before, which must differ."""
+    rows, known, scores = runs.rollouts(run), versions_of(run), {}
+    ids = [torch.tensor(row["token_ids"]) for row in rows]
+    padded = torch.nn.utils.rnn.pad_sequence(ids, batch_first=True)
+    for step, version in enumerate(known):
+        at = run / f"checkpoints/step_{step:06d}/model" if step else ensure_embedded(1, cache).model_dir
+        model = AutoModelForCausalLM.from_pretrained(at, dtype=torch.float32).eval()
+        log_probs = model(padded[:, :-1]).logits.log_softmax(-1)
+        scores[version] = log_probs.gather(2, padded[:, 1:, None]).squeeze(2)
+    right, others = [], []
+    for number, row in enumerate(rows):
+        places = [place - 1 for place, sampled in enumerate(row["sampled"]) if sampled]
+        for place, (version, log_prob) in zip(places, tokens_of(row), strict=True):
+            assert 0 <= version <= known[row["step"] - 1]
+            right.append(abs(scores[version][number, place] - log_prob))
+            others += [abs(scores[version - 1][number, place] - log_prob)] if version else []
+    assert max(right) < 1e-4
+    assert sorted(others)[len(others) // 2] > 1e-3
+
+
+def test_every_prompt_is_used_as_often_as_without_a_kill(killed: Path, whole: Path) -> None:
+    assert prompts_of(killed) == prompts_of(whole)
+
+
 def test_every_token_was_sampled_by_the_weights_of_its_version(
     killed: Path, whole: Path, embedded_cache: Path
 ) -> None:
     """Also those that waited in a checkpoint, and those that a later trainer sampled with its own servers."""
-    start = ensure_embedded(1, embedded_cache).model_dir
     for run in (killed, whole):
-        rows = runs.rollouts(run)
-        ids = [torch.tensor(row["token_ids"]) for row in rows]
-        padded = torch.nn.utils.rnn.pad_sequence(ids, batch_first=True)
-        scores, known = {}, versions_of(run)
-        for step, version in enumerate(known):
-            at = run / f"checkpoints/step_{step:06d}/model" if step else start
-            model = AutoModelForCausalLM.from_pretrained(at, dtype=torch.float32).eval()
-            log_probs = model(padded[:, :-1]).logits.log_softmax(-1)
-            scores[version] = log_probs.gather(2, padded[:, 1:, None]).squeeze(2)
-        right, others, versions = [], [], set()
-        for number, row in enumerate(rows):
-            places = [place - 1 for place, sampled in enumerate(row["sampled"]) if sampled]
-            for place, (version, log_prob) in zip(places, tokens_of(row), strict=True):
-                assert 0 <= version <= known[row["step"] - 1]
-                versions.add(version)
-                right.append(abs(scores[version][number, place] - log_prob))
-                others += [abs(scores[version - 1][number, place] - log_prob)] if version else []
-        assert max(right) < 1e-4
-        assert sorted(others)[len(others) // 2] > 1e-3  # so another version would show
-        assert len(versions) > 1
+        assert_sampled_by_their_versions(run, embedded_cache)
 
 
 def test_what_is_logged_is_what_was_trained_on(killed: Path, whole: Path) -> None:
@@ -162,3 +173,29 @@ def test_what_is_logged_is_what_was_trained_on(killed: Path, whole: Path) -> Non
     assert ours == theirs
     ours, theirs = (sum(line["prompt_length/mean"] for line in runs.metrics(run)) for run in (killed, whole))
     assert ours == pytest.approx(theirs)
+
+
+def test_a_server_that_outlives_its_trainer_samples_on_with_the_weights_of_the_next_one(
+    tmp_path: Path, embedded: Path, forked_vllm: Path, whole: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The trainer is killed when it has paused the server, which the user started, for newer weights."""
+    python, run = str(forked_vllm / "python"), tmp_path / "run"
+    monkeypatch.setenv(KEY, "a key")
+    monkeypatch.setattr(server_process, "subprocess", subprocess)
+    hooks.servers_are_forks(python)
+    model = AutoModelForCausalLM.from_pretrained(ensure_embedded(1, embedded).model_dir)
+    context = context_of(model, *(setting for setting in IN_FLIGHT if "=" in setting))
+    object.__setattr__(context, "run_dir", tmp_path)
+    with contextlib.closing(build_vllm(context)) as server:
+        server.sync_weights(PlainWeights(model.state_dict().items()), policy_version=0)  # it starts now
+        given = f"rollout.server.urls={server._urls}", f"rollout.server.weights_dir={tmp_path / 'weights'}"
+        kill = partial(hooks.kill_at_answer, python, 1, path="/pause", after_saving=True)
+        job = runs.start_train(run, *IN_FLIGHT, *given, before=kill)
+        assert job.wait() == -signal.SIGKILL, job.output[-4000:]
+        processes = writers_to(tmp_path / "engines")
+        assert processes
+        job = runs.resume(run)
+        assert job.wait() == 0, job.output[-4000:]
+        assert writers_to(tmp_path / "engines") == processes
+    assert prompts_of(run) == prompts_of(whole)
+    assert_sampled_by_their_versions(run, embedded)

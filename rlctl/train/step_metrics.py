@@ -353,7 +353,8 @@ def ratio_sums(batch: TokenBatch, training_log_probs: Tensor, spec: RunSpec) -> 
     if spec.algorithm.rollout_correction.bypass_mode:  # π_train moves with every update after the first
         current &= batch.units.episode.spread(batch.group_ids < spec.ppo_mini_batch_size)
     unit = batch.units.turn if clears else batch.units.sequence
-    mixed = batch.versions > unit.flat(unit.padded(batch.versions).cummin(1).values)
+    versions = batch.versions - (unit.index << 32)  # so that the running minimum begins anew in each
+    mixed = versions > versions.cummin(0).values
     sums = moments("all", gaps[gaps.isfinite()]) | moments("is_mixed", mixed)
     return sums | moments("fresh", gaps[current & ~mixed]) | moments("mixed", gaps[current & mixed])
 

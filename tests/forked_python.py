@@ -146,6 +146,8 @@ def _become(request: dict, files: list[int], directory: str) -> None:
     words = [*_COMMANDS[request["command"]], *request["words"]]
     options = list(itertools.takewhile({"-u", "-P", "-B"}.__contains__, words))
     kind, *words = words[len(options) :]
+    if kind.startswith("-m") and kind[2:]:
+        kind, words = "-m", [kind[2:], *words]
     sys.path[:] = [entry for entry in sys.path if entry not in {"", str(ROOT)}]
     sys.path[:0] = os.environ.get("PYTHONPATH", "").split(os.pathsep) if "PYTHONPATH" in os.environ else []
     try:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import gc
 import os
 import resource
@@ -70,6 +71,107 @@ def kill_in_save(step: int, moment: str) -> None:
             return original_save(self, directory)
 
         DeepSpeedEngine.save = save
+
+
+def share_exports(kill_at: int = 0, whom: str = "") -> None:
+    """Two ranks, forks, write every exported model together.
+
+    Args:
+        kill_at: step while whose model is exported a SIGKILL comes; 0: none.
+        whom: `main` or `other` rank, when the other one has written its shard and it has half of its own;
+            `all` processes of the run at that moment; `joining`: the main rank, when it has named the first
+            shard and not the second.
+    """
+    import time
+    from pathlib import Path
+
+    from transformers import PreTrainedModel
+
+    from rlctl.engine import model
+
+    forked_ranks()
+    model.SHARE_BYTES = 1000
+    original, original_join = PreTrainedModel.save_pretrained, model._join_parts
+    group = os.getpgrp()  # of the run, which is a session of its own
+
+    def is_now(directory):
+        return f".partial-{kill_at:06d}" in str(directory)
+
+    def save_pretrained(self, directory, **how):
+        original(self, directory, **how)
+        if not is_now(directory) or whom == "joining":
+            return
+        written = directory.parents[1]
+        if os.environ["RANK"] != ("0" if whom == "main" else "1"):
+            (written / "written").touch()
+            return
+        while not (written / "written").exists():
+            time.sleep(0.01)
+        [shard] = directory.glob("*.safetensors")
+        os.truncate(shard, shard.stat().st_size // 2)
+        os.killpg(group, signal.SIGKILL) if whom == "all" else os.kill(os.getpid(), signal.SIGKILL)
+
+    def join(main, saved, metadata, directory):
+        if is_now(directory) and whom == "joining":
+            rename = Path.rename
+
+            def once(path, target):
+                rename(path, target)
+                os.kill(os.getpid(), signal.SIGKILL)
+
+            Path.rename = once
+        original_join(main, saved, metadata, directory)
+
+    PreTrainedModel.save_pretrained, model._join_parts = save_pretrained, join
+
+
+def kill_at_answer(
+    python: str,
+    number: int = 0,
+    *,
+    path: str = "",
+    after_saving: bool = False,
+    is_real: bool = False,
+    servers: str = "",
+) -> None:
+    """SIGKILL at answer `number` of a vLLM server that samples or gets weights; 0: never.
+
+    Args:
+        python: see `servers_are_forks`.
+        path: count answers at this path only.
+        after_saving: count from the first checkpoint on that this process publishes.
+        is_real: the server is no fork.
+        servers: directory of its output; its processes are noted in a line of the file `pids` beside it.
+    """
+    from pathlib import Path
+
+    from rlctl.rollout import vllm_server
+    from rlctl.rollout.vllm_server import VLLMServerRollout
+    from rlctl.train import saving
+    from tests.processes import writers_to
+
+    servers_are_forks(python, after=int(is_real))
+    updates = {"/pause", "/collective_rpc", "/update_weight_version", "/resume"}
+    counted = {path} if path else {vllm_server.GENERATE, *updates}
+    send, publish = VLLMServerRollout._send, saving.publish
+    counts, answers = [not after_saving], [0]
+
+    async def counting(self, client, url, place, *how):
+        answer = await send(self, client, url, place, *how)
+        answers[0] += counts[0] and place.partition("?")[0] in counted
+        if answers[0] == number > 0:
+            if servers:
+                with Path(servers).with_name("pids").open("a") as file:
+                    print(*writers_to(Path(servers)), file=file, flush=True)
+            os.kill(os.getpid(), signal.SIGKILL)
+        return answer
+
+    def publishing(*given, **named):
+        published = publish(*given, **named)
+        counts[0] = True
+        return published
+
+    VLLMServerRollout._send, saving.publish = counting, publishing
 
 
 def no_large_files_after(step: int, limit: int = 100_000) -> None:
@@ -222,6 +324,7 @@ def forked_ranks() -> None:
 def forked_ranks_with_vllm() -> None:
     """Like `forked_ranks`, and imports vLLM first."""
     forked_ranks()
+    parents_are_watched()
     from rlctl.rollout import vllm
     from rlctl.rollout.vllm import IsolatedState
 
@@ -231,6 +334,24 @@ def forked_ranks_with_vllm() -> None:
         from vllm import LLM  # noqa: F401
     gc.freeze()  # see tests/preload.py
     gc.unfreeze = lambda: None  # called when an engine closes
+
+
+def parents_are_watched() -> None:
+    """`end_with_parent` works in commands of `tests.forked_python`, which the kernel gives another parent."""
+    import select
+    import threading
+
+    from rlctl import processes
+
+    def end_with_parent(number: signal.Signals, parent: int) -> None:
+        def watch() -> None:
+            with contextlib.suppress(ProcessLookupError):
+                select.select([os.pidfd_open(parent)], [], [])
+            os.kill(os.getpid(), number)
+
+        threading.Thread(target=watch, daemon=True).start()
+
+    processes.end_with_parent = end_with_parent
 
 
 def python_is(python: str) -> None:

@@ -120,6 +120,16 @@ class Job:
                 process.kill()
 
 
+def writers_to(directory: Path) -> list[int]:
+    """Processes whose output goes to files in a directory, as that of servers does."""
+    found = []
+    for pid in psutil.pids():
+        with suppress(OSError):  # it has ended, or is another user's
+            if Path(f"/proc/{pid}/fd/1").readlink().parent == directory:
+                found.append(pid)
+    return found
+
+
 def _child(
     function: Callable[..., int],
     arguments: tuple[object, ...],

@@ -26,6 +26,7 @@ KINDS: dict[str, dict[str, tuple[str, ...]]] = {
             "test_damaged_checkpoint_falls_back_one",
             "test_asked_once_it_saves_and_leaves",
         ),
+        "faults/test_killed_in_flight.py": (),
         "faults/test_stop_signals.py": ("test_within_an_import_the_process_ends_at_once",),
         "integration/test_guardrails.py": ("test_what_was_done_is_logged_and_summed_up",),
         "integration/test_resume_on_other_ranks.py": (),

@@ -49,6 +49,7 @@ _PARTS: dict[str, tuple[str, str, Callable[[RunLog], tuple[Fix, ...]]]] = {
     ),
 }
 _KEYS = tuple(f"rollout_corr/split/{part}" for part in _PARTS)
+_STALE = "rollout_corr/stale_cache_fraction"
 
 
 @Rule(
@@ -56,7 +57,7 @@ _KEYS = tuple(f"rollout_corr/split/{part}" for part in _PARTS)
     signal="`rollout_corr/split/*`: the largest part of the mean square of the log-ratio",
     cause="by the largest part",
     sure=("high", "the parts are measured in the run"),
-    one_of=_KEYS,
+    one_of=_KEYS, uses=(_STALE,),
     not_applicable=lambda run: "" if run.table.columns.keys() & set(_KEYS) else "only rlctl logs the parts",
 )  # fmt: skip
 def ratio_parts(run: RunLog) -> Detection | None:
@@ -69,9 +70,8 @@ def ratio_parts(run: RunLog) -> Detection | None:
     name, cause, fixes = _PARTS[largest]
     others = ", ".join(f"{part.replace('_', ' ')} {size / total:.0%}" for part, size in sizes.items())
     what = f"{sizes[largest] / total:.0%} of the squared log-ratio of trained to sampling policy is {name}"
-    seen = evidence_over(
-        series[largest].steps,
-        f"rollout_corr/split/{largest}",
-        f"{sizes[largest]:.2g} of {total:.2g} nats² on average ({others})",
-    )
-    return Detection("info", what, (seen,), cause, fixes(run))
+    figure = f"{sizes[largest]:.2g} of {total:.2g} nats² on average ({others})"
+    seen = [evidence_over(series[largest].steps, f"rollout_corr/split/{largest}", figure)]
+    if largest == "cache" and len(stale := run.table.series(_STALE)):
+        seen.append(evidence_over(stale.steps, _STALE, f"{stale.values.mean():.0%} of the tokens on average"))
+    return Detection("info", what, tuple(seen), cause, fixes(run))

@@ -17,7 +17,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from types import MappingProxyType
 
-from rlctl.errors import RlctlError, RunFailure, UsageError, first_line
+from rlctl.errors import RlctlError, RunFailure, UsageError, first_line, lost_rank
 from rlctl.files import apply_umask, sha256_of, sync
 
 #: Subdirectory of a run directory for its checkpoints.
@@ -84,7 +84,8 @@ def partial_path(root: Path, step: int) -> Path:
 def writing(root: Path, step: int) -> Iterator[None]:
     """Turns exceptions other than `RlctlError` into `RunFailure`, and removes the incomplete checkpoint.
 
-    A full disk raises OSError in Python, RuntimeError in torch, and another error in safetensors.
+    Errors about a lost rank are passed on. A full disk raises OSError in Python, RuntimeError in torch, and
+    another error in safetensors.
 
     Raises:
         RunFailure: the checkpoint of `step` could not be written; earlier checkpoints are intact.
@@ -94,6 +95,8 @@ def writing(root: Path, step: int) -> Iterator[None]:
     except RlctlError:
         raise
     except Exception as error:
+        if lost_rank(error):  # others may still be writing
+            raise
         shutil.rmtree(partial_path(root, step), ignore_errors=True)
         cause: BaseException | None = error
         while cause and not isinstance(cause, OSError):  # torch raises its own error after that of the write

@@ -226,12 +226,13 @@ def export(model: Any, weights: Iterator[tuple[str, Tensor]], ranks: Ranks, dire
         if owner == ranks.rank:
             own[name] = tensor.cpu()
     part = directory / f"rank-{ranks.rank}"
+    shutil.rmtree(part, ignore_errors=True)  # of an export that was killed
     if own:
         generation = model.generation_config
         # transformers refuses to save some that it loads, such as a temperature without `do_sample`.
         model.generation_config = type(generation)()
         model.should_save_on_this_rank = lambda _: True  # not only on rank 0
-        model.save_pretrained(part, state_dict=own)
+        model.save_pretrained(part, state_dict=own, variant="part")  # so that nothing loads it as a model
         del model.should_save_on_this_rank
         model.generation_config = generation
     opened: Any = safe_open
@@ -255,6 +256,8 @@ def _join_parts(
         saved: files of weights of all ranks, and the names of the weights in each.
     """
     files: dict[str, str] = {}
+    for left in directory.glob("model*.safetensors*"):  # of an export that was killed
+        left.unlink()
     for number, (path, names) in enumerate(saved, 1):
         file = f"model-{number:05d}-of-{len(saved):05d}.safetensors" if len(saved) > 1 else _WEIGHTS
         path.rename(directory / file)
@@ -266,7 +269,7 @@ def _join_parts(
     for path in main.iterdir():
         if ".safetensors" not in path.name:
             path.rename(directory / path.name)
-    for part in {main, *(path.parent for path, _ in saved)}:
+    for part in directory.glob("rank-*"):
         shutil.rmtree(part)
 
 

@@ -128,17 +128,11 @@ def stale_cache_log_probs(dumped: DumpedStep, scorers: Mapping[int, WeightsScore
     A token's keys and values are computed with the weights that sample the next sampled token. NaN where one
     of these weights was not kept.
     """
-    found = []
-    for ids, scored, versions in zip(
-        *(
-            torch.split(x, dumped.inputs.lengths.tolist())
-            for x in (dumped.inputs.token_ids, dumped.inputs.scored)
-        ),
-        torch.split(dumped.versions, dumped.unit.lengths.tolist()),
-        strict=True,
-    ):
-        found.append(_of_sequence(ids, scored, versions, scorers))
-    return torch.cat(found)
+    inputs, lengths = dumped.inputs, dumped.inputs.lengths.tolist()
+    tokens, scored = (torch.split(x, lengths) for x in (inputs.token_ids, inputs.scored))
+    versions = torch.split(dumped.versions, dumped.unit.lengths.tolist())
+    rows = zip(tokens, scored, versions, strict=True)
+    return torch.cat([_of_sequence(*row, scorers) for row in rows])
 
 
 def _of_sequence(

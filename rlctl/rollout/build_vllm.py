@@ -272,7 +272,11 @@ def _check_settings(url: str, lora_rank: int, *, in_flight: bool) -> str:
     answer = ask("GET", f"{url}/server_info?config_format=json", _INFO_S)
     if not answer.is_success:
         what = "the server does not accept weight updates: vLLM's development mode is off"
-        raise EnvironmentFailure(what, where=where, fix=f"{fix}, VLLM_SERVER_DEV_MODE=1 among them")
+        more = f"{fix}, VLLM_SERVER_DEV_MODE=1 among them"
+        if answer.is_server_error:
+            what = f"the server cannot describe itself: /server_info fails (HTTP {answer.status_code})"
+            more = "see its log; vLLM lists its packages there, for which its environment needs pip"
+        raise EnvironmentFailure(what, where=where, fix=more)
     info = answer.json()
     mode = info["vllm_config"]["model_config"]["logprobs_mode"]
     if mode != LOGPROBS_MODE:

@@ -31,6 +31,8 @@ if TYPE_CHECKING:
 
 #: Mean square of the log-ratio of a few tokens sampled right after a weight sync.
 ENGINE = "rollout_corr/split/engine"
+#: Share of tokens that attend to keys and values of older weights.
+STALE_CACHE = "rollout_corr/stale_cache_fraction"
 
 _MAX_NAMED = 8
 #: Metrics of episodes whose maximum is logged beside the mean.
@@ -342,27 +344,28 @@ def ratio_sums(batch: TokenBatch, training_log_probs: Tensor, spec: RunSpec) -> 
     """Moments of log π_train − log π_rollout of what this rank trains on: of all tokens, `fresh` and `mixed`.
 
     Both are sampled by the weights under which π_train is computed. The keys and values that `mixed` ones
-    attend to may be of older weights, because these sampled earlier tokens of their sequence.
+    attend to may be of older weights, which sampled an earlier token of their sequence; if later requests use
+    no old blocks, one of their turn. `is_mixed`: 1 for these tokens of any age, else 0.
     """
     assert batch.age is not None
-    gaps, sequence = training_log_probs - batch.rollout_log_probs, batch.units.sequence
+    gaps, clears = training_log_probs - batch.rollout_log_probs, spec.rollout.stale_cache == "clear"
     current = (batch.age == 0) & gaps.isfinite()
     if spec.algorithm.rollout_correction.bypass_mode:  # π_train moves with every update after the first
         current &= batch.units.episode.spread(batch.group_ids < spec.ppo_mini_batch_size)
-    there = sequence.lengths > 0
-    first = torch.zeros_like(sequence.lengths)
-    first[there] = batch.versions[sequence.starts[there]]
-    mixed = batch.versions != sequence.spread(first)
-    sums = moments("all", gaps[gaps.isfinite()])
-    sums |= moments("fresh", gaps[current & ~mixed]) | moments("mixed", gaps[current & mixed])
-    return sums | {"num_mixed": mixed.sum().double()}
+    unit = batch.units.turn if clears else batch.units.sequence
+    versions = batch.versions - (unit.index << 32)  # so that the running minimum begins anew in each
+    mixed = versions > versions.cummin(0).values
+    sums = moments("all", gaps[gaps.isfinite()]) | moments("is_mixed", mixed)
+    return sums | moments("fresh", gaps[current & ~mixed]) | moments("mixed", gaps[current & mixed])
 
 
 def ratio_metrics(sums: HostSums, spec: RunSpec, probed: float | None) -> dict[str, float]:
     """`rollout_corr/split/*`: parts of the mean square of the log-ratio, nats², whose sum it is.
 
     Independent parts add up in the mean square. A part that the step does not tell is left out; then so are
-    those that follow from it. `probed`: the mean square right after a weight sync, without truncation.
+    those that follow from it. In flight also the share of tokens whose cache is of older weights.
+
+    `probed`: the mean square right after a weight sync, without truncation.
     """
 
     def square(name: str) -> float | None:
@@ -374,13 +377,15 @@ def ratio_metrics(sums: HostSums, spec: RunSpec, probed: float | None) -> dict[s
     truncates = rollout.top_p < 1 or rollout.top_k > 0 or rollout.min_p > 0
     is_apart = not truncates or rollout.exact_sampling  # then fresh tokens show the engine alone
     engine = fresh if is_apart and fresh is not None else probed
+    share = Moments.read(sums, "is_mixed").mean
     found = {} if engine is None else {ENGINE: engine}
+    if rollout.in_flight:
+        found[STALE_CACHE] = 0.0 if rollout.stale_cache == "recompute" else share
     if not is_apart and engine is not None and fresh is not None:
         found["rollout_corr/split/kept_set"] = max(fresh - engine, 0.0)
     known = fresh if fresh is not None else engine if is_apart else None
     if known is None or total is None:
         return found
-    share = ratio(sums["num_mixed"], Moments.read(sums, "all").count)
     cache = share * max(mixed - known, 0.0) if mixed is not None else 0.0
     if mixed is not None:
         found["rollout_corr/split/cache"] = cache

@@ -87,6 +87,73 @@ def test_killed_while_saving(tmp_path: Path, whole: Path, moment: str, from_step
     assert_same_run(run, whole)
 
 
+# --- an export that the ranks write together -----------------------------------------------------------
+
+SHARED = (
+    "-p",
+    "rloo-seq-is",
+    "trainer.n_gpus_per_node=2",
+    "trainer.total_training_steps=2",
+    "trainer.save_freq=1",
+)
+
+
+@pytest.fixture(scope="module")
+def exported(embedded_cache: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, bytes]:
+    """Files of the model after two steps on two ranks, none of which was killed."""
+    run = tmp_path_factory.mktemp("exported") / "run"
+    env = {"RLCTL_CACHE": str(embedded_cache)}
+    job = runs.start_train(run, *SHARED, before=hooks.share_exports, env=env)
+    assert job.wait() == 0, job.output[-4000:]
+    files = files_of_model(run)
+    assert sum(name.endswith(".safetensors") for name in files) == 2
+    return files
+
+
+def files_of_model(run: Path) -> dict[str, bytes]:
+    return {path.name: path.read_bytes() for path in (run / "checkpoints/step_000002/model").iterdir()}
+
+
+def models_in(run: Path) -> list[Path]:
+    """Directories with a config and all weights that a loader looks for."""
+    found = []
+    for config in run.rglob("config.json"):
+        at = config.parent
+        indices = list(at.glob("*.index*.json"))
+        shards = {name for index in indices for name in json.loads(index.read_text())["weight_map"].values()}
+        has_all = bool(shards) and all((at / name).exists() for name in shards)
+        if has_all or (at / "model.safetensors").exists():
+            found.append(at)
+    return found
+
+
+@pytest.mark.parametrize("whom", ["main", "other", "all", "joining"])
+def test_killed_while_ranks_write_an_export_together(
+    tmp_path: Path, embedded: Path, exported: dict[str, bytes], whom: str
+) -> None:
+    """Nothing half-written looks complete, the run names the rank, and the next one writes the same bytes."""
+    run = tmp_path / "run"
+    job = runs.start_train(run, *SHARED, before=partial(hooks.share_exports, 2, whom))
+    code = job.wait(120)
+    assert job.orphans() == []
+    if whom == "all":
+        assert code == -signal.SIGKILL
+    else:
+        assert code == 1
+        assert f"rank {int(whom == 'other')} ended without an error message" in job.output
+        assert "resume with --resume" in job.output
+        assert "free space" not in job.output
+        assert "Traceback" not in job.output
+    assert models_in(run) == [run / "checkpoints/step_000001/model"]
+    assert runs.checkpoints(run) == [".partial-000002", "step_000001"]
+    said = finish(run, before=hooks.share_exports)
+    assert "set aside .partial-000002" in said
+    assert "resuming after step 1" in said
+    assert files_of_model(run) == exported
+    assert runs.checkpoints(run) == ["damaged-partial-000002", "step_000001", "step_000002"]
+    assert set(models_in(run)) == {run / f"checkpoints/step_00000{step}/model" for step in (1, 2)}
+
+
 def test_killed_during_a_validation(tmp_path: Path, whole: Path) -> None:
     run = tmp_path / "run"
     job = runs.start_train(run, *RUN, "trainer.test_freq=3", before=partial(hooks.kill_in_validation, 3))

@@ -713,10 +713,12 @@ def test_a_detection_has_a_severity_and_a_sentence(severity: str, what: str | No
 def test_a_stale_cache_is_recomputed_by_a_setting(cache):
     server = ("rollout.name=vllm", "rollout.mode=server", "rollout.max_staleness=1", "rollout.in_flight=true")
     rows = healthy_rows()
-    corr(split__engine=0.01, split__cache=0.02)(rows)
+    corr(split__engine=0.01, split__cache=0.02, stale_cache_fraction=0.25)(rows)
     found = examine(run_log(rows, *server, f"rollout.stale_cache={cache}"), all_rules())
-    [fixes] = [one.fixes for one in found.findings if one.rule == "ratio-parts"]
-    settings = [setting for fix in fixes for setting in fix.spec]
+    [finding] = [one for one in found.findings if one.rule == "ratio-parts"]
+    assert [seen.metric for seen in finding.evidence] == [f"{CORR}split/cache", f"{CORR}stale_cache_fraction"]
+    assert "25%" in finding.evidence[1].figure
+    settings = [setting for fix in finding.fixes for setting in fix.spec]
     assert settings == ([] if cache == "recompute" else ["rollout.stale_cache=recompute"])
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from pathlib import Path
 
 import torch
@@ -191,6 +192,27 @@ def export(ranks: Ranks, stage: int, directory: str, share: int):
     model_of(actor).generation_config.temperature = 0.6
     actor.export(Path(directory))
     return weights_of(actor)
+
+
+def export_again(ranks: Ranks, directory: str):
+    """Exports to one directory: shared and killed while the parts were joined, then as one file."""
+    actor, rename = engine(ranks, 0), Path.rename
+    killed = (KeyboardInterrupt,) if ranks.is_main else ()
+
+    def once(path, target):
+        rename(path, target)
+        raise KeyboardInterrupt
+
+    engine_model.SHARE_BYTES, Path.rename = 1000, once
+    with contextlib.suppress(*killed):
+        actor.export(Path(directory))
+    if ranks.is_main:
+        ranks.barrier()  # in place of that of the export
+    left = sorted(str(path.relative_to(directory)) for path in Path(directory).rglob("*.safetensors"))
+    ranks.barrier()
+    engine_model.SHARE_BYTES, Path.rename = 2**30, rename
+    actor.export(Path(directory))
+    return left
 
 
 def chunked(ranks: Ranks, stage: int, kind: str):

@@ -159,6 +159,15 @@ def test_export_is_a_plain_model_that_the_ranks_write_together(
     assert max(sizes) < 0.8 * sum(sizes) if world_size == 2 else max(sizes) < 0.6 * sum(sizes)
 
 
+def test_an_export_after_one_that_was_killed_leaves_nothing_of_it(tmp_path: Path) -> None:
+    left, _ = on_ranks(2, engine_jobs.export_again, str(tmp_path / "model"), where=tmp_path)
+    assert left == ["model-00001-of-00002.safetensors", "rank-1/model.part.safetensors"]
+    files = sorted(path.name for path in (tmp_path / "model").iterdir())
+    assert files == ["config.json", "generation_config.json", "model.safetensors"]
+    _, loading = AutoModelForCausalLM.from_pretrained(tmp_path / "model", output_loading_info=True)
+    assert not any(loading.values()), loading
+
+
 @pytest.mark.parametrize("kind", ["llama", "gemma2"])  # the second soft-caps the output of its head
 def test_chunked_head_trains_the_same(tmp_path: Path, kind: str) -> None:
     found = {

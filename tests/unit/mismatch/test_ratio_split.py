@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from rlctl.algos.segments import to_host
-from rlctl.batch import ModelInputs, TokenBatch
+from rlctl.batch import Episode, ModelInputs, Sequence, Task, TokenBatch
 from rlctl.mismatch.dumped import DumpedStep, Kept, WeightsScorer
 from rlctl.mismatch.ratio_split import RatioSplit, split, split_of_run
 from rlctl.spec.load import load_spec
@@ -185,6 +185,21 @@ def metrics_of(
     return {name.rpartition("/")[2]: value for name, value in found.items()}
 
 
+def episode_of(turns: list[list[int]]) -> Episode:
+    """Two tokens of a prompt, and after each turn one that was not sampled; turns are given by versions."""
+    sizes = [len(versions) for versions in turns]
+    sampled = [False, False, *(flag for size in sizes for flag in [True] * size + [False])]
+    count = sum(sizes)
+    sequence = Sequence(
+        token_ids=torch.full((len(sampled),), 3),
+        sampled=torch.tensor(sampled),
+        log_probs=torch.full((count,), -1.0),
+        versions=torch.tensor([version for versions in turns for version in versions], dtype=torch.int64),
+        turns=torch.arange(len(turns)).repeat_interleave(torch.tensor(sizes)),
+    )
+    return Episode(Task(prompt_ids=(3, 3), text=""), 0, (sequence,), "")
+
+
 def columns(
     lengths: list[int], versions: list[int], age: int, gaps: list[float]
 ) -> tuple[TokenBatch, Tensor]:
@@ -239,3 +254,48 @@ def test_in_bypass_mode_only_the_first_update_is_at_the_sampling_policy() -> Non
     found = metrics_of(batch, trained, f"{RC}=true", "data.train_batch_size=2", "actor.ppo_mini_batch_size=1")
     assert found["engine"] == pytest.approx(0.01, rel=1e-4)
     assert found["staleness"] == pytest.approx(0.24, rel=1e-3)
+
+
+IN_FLIGHT = (
+    "rollout.name=vllm",
+    "rollout.mode=server",
+    "rollout.in_flight=true",
+    "rollout.max_staleness=1",
+)
+#: Versions of the sampled tokens of each turn; the first two are of one sequence, the last has no token.
+TURNS = [[1, 1, 2, 2], [2, 2, 3], [3, 3, 3], [2, 3], [1], []]
+
+
+@pytest.mark.parametrize(
+    ("cache", "count"),
+    [
+        ("keep", 6),  # the 2s and the 3 of the first sequence (5), and the 3 behind a 2 (1)
+        ("clear", 4),  # a later turn is computed anew: its 2s, like the first tokens of a turn, are fresh
+        ("recompute", 0),
+    ],
+)
+def test_tokens_behind_keys_and_values_of_older_weights_are_counted(cache: str, count: int) -> None:
+    batch = TokenBatch.of([episode_of(TURNS[:2]), *(episode_of([turn]) for turn in TURNS[2:])])
+    batch = replace(batch, age=4 - batch.versions)
+    found = metrics_of(
+        batch, batch.rollout_log_probs + 0.1, f"{RC}=false", *IN_FLIGHT, f"rollout.stale_cache={cache}"
+    )
+    assert found["stale_cache_fraction"] == pytest.approx(count / sum(map(len, TURNS)))
+
+
+def test_older_weights_after_newer_ones_read_no_older_cache() -> None:
+    """A second turn is sampled by a server that gets the newest weights last; only its last token counts."""
+    batch = TokenBatch.of([episode_of([[3, 3], [2, 2, 3]])])
+    batch = replace(batch, age=4 - batch.versions)
+    for cache in ("keep", "clear"):
+        given = (f"{RC}=false", *IN_FLIGHT, f"rollout.stale_cache={cache}")
+        found = metrics_of(batch, batch.rollout_log_probs, *given)
+        assert found["stale_cache_fraction"] == pytest.approx(1 / 5)
+
+
+def test_only_sampling_in_flight_has_a_stale_cache() -> None:
+    batch, trained = columns([2], [2, 2], 4, [0.5, -0.5])
+    assert "stale_cache_fraction" not in metrics_of(batch, trained, f"{RC}=false")
+    nothing, trained = columns([0], [], 4, [])
+    found = metrics_of(nothing, trained, f"{RC}=false", *IN_FLIGHT, "rollout.stale_cache=keep")
+    assert found == {"stale_cache_fraction": 0.0}

@@ -42,7 +42,7 @@ class Server(ThreadingHTTPServer):
         self.engine_works.set()
         self.key = ""
         self.tokens = lambda: 0  # produced so far, in its metrics
-        self.logprobs_mode: str | None = "processed_logprobs"  # None: development mode is off
+        self.logprobs_mode: str | None = "processed_logprobs"  # None: development mode is off; "": it fails
         self.trouble: list[int] = []  # HTTP codes to answer the next completions with; 0: hang up
         self.lora: dict[str, Any] | None = None  # settings of its start; None: it takes no adapters
         self.finish_reason: str | None = "stop"
@@ -91,7 +91,7 @@ class Handler(BaseHTTPRequestHandler):
             environment = {"VLLM_ALLOW_RUNTIME_LORA_UPDATING": self.server.takes_new_adapters}
             self.answer(200, {"vllm_config": config, "vllm_env": environment})
         else:
-            self.answer(404, {"detail": "Not Found"})
+            self.answer(404 if mode is None else 500, {"detail": "Not Found"})
 
     def do_POST(self) -> None:
         body = json.loads(self.rfile.read(int(self.headers["Content-Length"])) or "{}")

@@ -394,7 +394,8 @@ def test_a_server_nobody_started_is_named() -> None:
 
 
 @pytest.mark.parametrize(
-    ("mode", "option"), [("raw_logprobs", "--logprobs-mode"), (None, "VLLM_SERVER_DEV_MODE=1")]
+    ("mode", "option"),
+    [("raw_logprobs", "--logprobs-mode"), (None, "VLLM_SERVER_DEV_MODE=1"), ("", "see its log")],
 )
 def test_a_server_started_otherwise_than_a_run_needs_is_refused(
     servers: list[Server], mode: str | None, option: str

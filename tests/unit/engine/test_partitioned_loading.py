@@ -92,7 +92,7 @@ def test_passes_cost_no_more_than_their_budget(tmp_path: Path) -> None:
             assert counts["num_bytes"]["_allgather_base_"] == 4 * size * passes
             # The host waits for the micro-batch's tokens, not per layer or chunk. It lays them out in its own
             # memory, which is counted here too.
-            assert sum(counts["syncs"].values()) <= 24, counts["syncs"]
+            assert sum(counts["syncs"].values()) <= 32, counts["syncs"]
             others = {"_allgather_base_", "_reduce_scatter_base_"}
             assert sum(n for call, n in counts["calls"].items() if call not in others) == 0, counts["calls"]
         assert found["score"]["num_bytes"].get("_reduce_scatter_base_", 0) == 0

@@ -100,7 +100,8 @@ class ServedTeacher:
             own, theirs = tokenizer.decode([number]), entry[str(number)].get("decoded_token")
             is_plain = number not in tokenizer.all_special_ids and "\ufffd" not in f"{own}{theirs}"
             if is_plain and theirs is not None and own != theirs:
-                what = f"its tokenizer is not the policy's: {number} is {theirs!r} there, {own!r} here"
+                differs = f"{number} is {theirs!r}, and {own!r} in the policy's"
+                what = f"its tokenizer is not the policy's: {differs}"
                 fix = "name a model with the policy's tokenizer"
                 raise UsageError(what, where=f"{_KEY}={self._url}", fix=fix)
 

@@ -319,9 +319,9 @@ def noisy() -> None:
     """Adds noise to every forward pass of the trainer's policy, as dropout or expert routing does."""
     import torch
 
-    from rlctl.engine import deepspeed
+    from rlctl.engine import policy_engine
 
-    honest = deepspeed.policy_output
+    honest = policy_engine.policy_output
 
     def policy_output(*args: Any, **asked: Any) -> Any:
         from dataclasses import replace
@@ -329,7 +329,7 @@ def noisy() -> None:
         output = honest(*args, **asked)
         return replace(output, log_probs=output.log_probs + 0.05 * torch.randn_like(output.log_probs))
 
-    deepspeed.policy_output = policy_output
+    policy_engine.policy_output = policy_output
 
 
 def correction_off() -> None:
@@ -355,15 +355,15 @@ def low_entropy_pays() -> None:
 
     import torch
 
-    from rlctl.engine import deepspeed
+    from rlctl.engine import policy_engine
     from rlctl.train.settings import UpdateSettings
 
-    read, honest = UpdateSettings.of, deepspeed.policy_output
+    read, honest = UpdateSettings.of, policy_engine.policy_output
 
     def policy_output(*args: Any, **asked: Any) -> Any:
         return honest(*args, **asked | {"entropy_grad": torch.is_grad_enabled()})
 
-    deepspeed.policy_output = policy_output
+    policy_engine.policy_output = policy_output
 
     def wrong(spec: Any) -> UpdateSettings:
         return replace(read(spec), actor=spec.actor.model_copy(update={"entropy_coeff": -2.0}))

@@ -197,7 +197,7 @@ class CorrectionRules:
 
     @property
     def needs(self) -> frozenset[str]:
-        """Fields of `Extras` that weights and criteria read in addition to the log-probs."""
+        """Fields of `LogRatio` that weights and criteria read in addition to the log-probs."""
         parts = [REJECTION_CRITERIA.part(rule.statistic) for rule in self.reject]
         parts += [CORRECTION_WEIGHTS.part(self.weight.level)] if self.weight.level else []
         by_sign = any(rule.negative_advantage_only for rule in self.reject)

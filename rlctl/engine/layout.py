@@ -157,20 +157,20 @@ class _Placing:
         rows, width = self.shape
         return self.num_runs * self.prefix + rows * (width - self.prefix)
 
+    def placed(self, values: Tensor, padding: int = 0) -> Tensor:
+        """(R, W, …): the values of the tokens (n, …) at their places."""
+        found = values.new_full((*self.shape, *values.shape[1:]), padding)
+        found[self.row, self.place] = values
+        return found
+
     def rows(self, tokens: _Tokens, device: torch.device) -> Rows:
         """The body's inputs, with id and position 0 in padding, and without a mask."""
-        ids, positions = torch.zeros(2, *self.shape, dtype=torch.int64)
-        ids[self.row, self.place], positions[self.row, self.place] = tokens.ids, tokens.sequences.places
-        inputs = {"input_ids": ids.to(device), "position_ids": positions.to(device)}
-        states_at = self.row * (self.shape[1] - self.prefix) + self.place - self.prefix
-        inputs |= {"attention_mask": None, "use_cache": False}
+        ids, positions = (self.placed(x).to(device) for x in (tokens.ids, tokens.sequences.places))
+        inputs = {"input_ids": ids, "position_ids": positions, "attention_mask": None, "use_cache": False}
         if self.lengths is not None:
             inputs |= separations(self.lengths, device)
-        experts = None
-        if tokens.experts is not None:
-            experts = tokens.experts.new_full((*self.shape, *tokens.experts.shape[1:]), -1)
-            experts[self.row, self.place] = tokens.experts
-            experts = experts.to(device)
+        experts = None if tokens.experts is None else self.placed(tokens.experts, -1).to(device)
+        states_at = self.row * (self.shape[1] - self.prefix) + self.place - self.prefix
         return Rows(inputs, states_at[tokens.wanted].to(device), prefix=self.prefix, experts=experts)
 
 
@@ -257,10 +257,8 @@ def packed_rows(body: Any, tokens: _Tokens) -> Rows:
     packing = _packing(tokens, config)
     rows = packing.rows(tokens, device)
     if packing.first is not None and packing.last is not None:
-        first, last = torch.zeros(2, *packing.shape, dtype=torch.int64)
-        at = packing.row, packing.place
-        first[at], last[at] = packing.first, packing.last
-        mask = _mask(first.to(device), last.to(device), rows.inputs["position_ids"])
+        first, last = (packing.placed(x).to(device) for x in (packing.first, packing.last))
+        mask = _mask(first, last, rows.inputs["position_ids"])
         if config._attn_implementation == "eager":  # it adds the mask to the scores
             dtype = next(body.parameters()).dtype
             mask = torch.zeros_like(mask, dtype=dtype).masked_fill_(~mask, torch.finfo(dtype).min)
@@ -284,9 +282,8 @@ def padded_rows(body: Any, tokens: _Tokens, *, share_prompts: bool) -> Rows:
     """Padded rows for a model without its head."""
     device = next(body.parameters()).device
     padding = _padding(tokens, share_prompts)
-    rows, mask = padding.rows(tokens, device), torch.zeros(padding.shape, dtype=torch.int64)
-    mask[padding.row, padding.place] = 1
-    rows.inputs["attention_mask"] = mask.to(device)
+    rows = padding.rows(tokens, device)
+    rows.inputs["attention_mask"] = padding.placed(torch.ones_like(padding.row)).to(device)
     return rows
 
 

@@ -230,14 +230,6 @@ def policy_output(
     return PolicyOutput(log_probs, entropy, more[0] if more else None, most_likely, routing)
 
 
-def top_k_output(
-    policy: Callable[..., tuple[Tensor, ...]], inputs: ModelInputs, count: int, vocabulary: int
-) -> Tensor:
-    """See `Teacher.top_k`; `policy` as in `policy_output`."""
-    log_probs, _, listed = policy(inputs=inputs, top_k=(count, vocabulary))
-    return torch.cat([log_probs[:, None], listed], 1)
-
-
 def _dropped(logits: Tensor, counts: Tensor, ids: Tensor) -> Tensor:
     """(N, V) bool: tokens outside each set; all False for an empty set, which stands for the vocabulary."""
     rows = torch.arange(len(counts), device=counts.device)

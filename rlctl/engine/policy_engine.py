@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from rlctl.batch import ModelInputs
 from rlctl.engine.layout import BodyReader
-from rlctl.engine.log_probs import policy_output, top_k_output
+from rlctl.engine.log_probs import policy_output
 from rlctl.engine.lora import Adapter, adapter_parameters, plain_weights
 from rlctl.engine.model import export
 from rlctl.engine.perturb import parts_of, perturbed
@@ -106,4 +106,5 @@ class FrozenModule:
     @torch.no_grad()
     def top_k(self, inputs: ModelInputs, count: int, vocabulary: int) -> Tensor:
         """See `Teacher.top_k`."""
-        return top_k_output(self._module, inputs, count, vocabulary)
+        log_probs, _, listed = self._module(inputs=inputs, top_k=(count, vocabulary))
+        return torch.cat([log_probs[:, None], listed], 1)

@@ -77,14 +77,11 @@ class ServedTeacher:
         """Of each scored token: its id, and log-probs of it and the `count` most likely ones, by id."""
         if not bool(inputs.scored.any()):
             return []
-        lengths = inputs.lengths.tolist()
-        prompts = [ids.tolist() for ids in torch.split(inputs.token_ids.cpu(), lengths)]
-        scored = [flags.tolist() for flags in torch.split(inputs.scored.cpu(), lengths)]
-        found = []
-        for prompt, flags, entries in zip(prompts, scored, self._prompts(prompts, count), strict=True):
-            places = zip(prompt, flags, entries, strict=True)
-            found += [(str(token), entry) for token, is_scored, entry in places if is_scored]
-        return found
+        ids = inputs.token_ids.cpu()
+        prompts = [prompt.tolist() for prompt in torch.split(ids, inputs.lengths.tolist())]
+        entries = [entry for prompt in self._prompts(prompts, count) for entry in prompt]
+        places = zip(ids.tolist(), inputs.scored.tolist(), entries, strict=True)
+        return [(str(token), entry) for token, is_scored, entry in places if is_scored]
 
     def _prompts(self, prompts: Sequence[list[int]], count: int) -> list[list[dict[str, Any]]]:
         """Of each prompt and position: token id → log-prob and text."""
@@ -103,12 +100,10 @@ class ServedTeacher:
             own, theirs = tokenizer.decode([number]), entry[str(number)].get("decoded_token")
             is_plain = number not in tokenizer.all_special_ids and "\ufffd" not in f"{own}{theirs}"
             if is_plain and theirs is not None and own != theirs:
-                what = (
-                    f"its tokenizer is not the policy's: {number} is {theirs!r}, and {own!r} in the policy's"
-                )
-                raise UsageError(
-                    what, where=f"{_KEY}={self._url}", fix="name a model with the policy's tokenizer"
-                )
+                differs = f"{number} is {theirs!r}, and {own!r} in the policy's"
+                what = f"its tokenizer is not the policy's: {differs}"
+                fix = "name a model with the policy's tokenizer"
+                raise UsageError(what, where=f"{_KEY}={self._url}", fix=fix)
 
     def _ask(self, method: str, path: str, body: Any = None) -> Any:
         """The server's answer; after a failure of the connection or the server it is asked again.

@@ -25,6 +25,7 @@ from pydantic import ValidationError
 from torch import Tensor, nn
 from torch.nn import functional
 
+from rlctl.batch import ModelInputs
 from rlctl.engine.checkpoint import hash_and_sync
 from rlctl.engine.deepspeed_setup import (
     Settings,
@@ -155,11 +156,15 @@ class _Engine(Engine):
         self.scales_gradients = plain or any(hasattr(self._engine.optimizer, way) for way in ways)
         # No dropout: with it, π_θ would differ from the sampling policy, and from one pass to the next.
         self._engine.eval()
-        if stage == 3:  # only now can it be probed
-            with torch.no_grad():
-                self._engine(inputs=idle_inputs(ranks.device))
         self._module = self._engine
         self._model = module.model if isinstance(module, PolicyModule) else module
+
+    def plan(self, passes: Sequence[ModelInputs]) -> str:
+        """See `Trained.plan`; under ZeRO-3 the first pass finds out what the model supports."""
+        if self._engine.module.reader.packs is None:
+            with torch.no_grad():
+                self._engine(inputs=idle_inputs(self.ranks.device))
+        return super().plan(passes)
 
     def backward(self, loss: Tensor, *, last: bool) -> None:
         """Adds the gradient of one share of the mini-batch loss."""

@@ -15,8 +15,11 @@ CODE = """
             self.right, self.question = ground_truth, prompt[-1]["content"]
             self.num_answers, self.score = 0, 0.0
             mark = pathlib.Path(__file__).with_name(f"failed-{index}")
-            if FAILS and index % 5 == 0 and not mark.exists():  # once for each row
-                mark.touch()
+            if FAILS and index % 5 == 0:  # once for each row, whose siblings begin at the same time
+                try:
+                    mark.touch(exist_ok=False)
+                except FileExistsError:
+                    return
                 raise ConnectionError("refused")
 
         def respond(self, text: str) -> str | None:

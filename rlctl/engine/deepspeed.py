@@ -161,7 +161,7 @@ class _Engine(Engine):
 
     def plan(self, passes: Sequence[ModelInputs]) -> str:
         """See `Trained.plan`; under ZeRO-3 the first pass finds out what the model supports."""
-        if self._engine.module.reader.packs is None:
+        if self._module.reader.packs is None:
             with torch.no_grad():
                 self._engine(inputs=idle_inputs(self.ranks.device))
         return super().plan(passes)

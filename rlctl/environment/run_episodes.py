@@ -1,8 +1,8 @@
 """Runs the episodes of a batch at the same time: those that wait for the policy share its batches.
 
 Episodes are coroutines of one thread. The engine samples in another thread, so that environments go on
-meanwhile: a batch starts when no further turn came for a tenth of the last one's time, after the whole of it
-at the latest. With `environment.lockstep` the engine waits until every episode waits for it; batches are then
+meanwhile: a batch starts when no further turn came for a tenth of the last one's time, after all of it at the
+latest. With `environment.lockstep` the engine waits until every episode waits for it; batches are then
 the same in every run of a deterministic environment.
 """
 
@@ -93,7 +93,8 @@ class Conductor:
             all_wait = self._all_wait()
             if not self._waiting or (self._spec.lockstep and not all_wait):
                 continue
-            latest, patience = time.perf_counter() + self._batch_s, _PATIENCE * self._batch_s
+            patience = _PATIENCE * self._batch_s
+            latest = time.perf_counter() + 10 * patience
             while self._waiting and not (all_wait or is_concurrent(self._engine)):
                 try:
                     left = min(patience, latest - time.perf_counter())

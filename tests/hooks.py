@@ -125,6 +125,26 @@ def share_exports(kill_at: int = 0, whom: str = "") -> None:
     PreTrainedModel.save_pretrained, model._join_parts = save_pretrained, join
 
 
+def refuse_export(step: int) -> None:
+    """Two ranks, forks: rank 1 must not write its part of the model of `step`, rank 0 is still writing."""
+    import errno
+    import time
+
+    from transformers import PreTrainedModel
+
+    share_exports()
+    original = PreTrainedModel.save_pretrained
+
+    def save_pretrained(self, directory, **how):
+        if f".partial-{step:06d}" in str(directory):
+            if os.environ["RANK"] == "1":
+                raise PermissionError(errno.EACCES, os.strerror(errno.EACCES), str(directory))
+            time.sleep(0.5)
+        original(self, directory, **how)
+
+    PreTrainedModel.save_pretrained = save_pretrained
+
+
 def kill_at_answer(
     python: str,
     number: int = 0,

@@ -82,7 +82,7 @@ def partial_path(root: Path, step: int) -> Path:
 
 @contextmanager
 def writing(root: Path, step: int) -> Iterator[None]:
-    """Turns exceptions other than `RlctlError` into `RunFailure`, and removes the incomplete checkpoint.
+    """Turns exceptions other than `RlctlError` into `RunFailure`; then call `remove_unwritten`.
 
     Errors about a lost rank are passed on. A full disk raises OSError in Python, RuntimeError in torch, and
     another error in safetensors.
@@ -95,9 +95,8 @@ def writing(root: Path, step: int) -> Iterator[None]:
     except RlctlError:
         raise
     except Exception as error:
-        if lost_rank(error):  # others may still be writing
+        if lost_rank(error):
             raise
-        shutil.rmtree(partial_path(root, step), ignore_errors=True)
         cause: BaseException | None = error
         while cause and not isinstance(cause, OSError):  # torch raises its own error after that of the write
             cause = cause.__context__
@@ -105,6 +104,15 @@ def writing(root: Path, step: int) -> Iterator[None]:
         what = f"the checkpoint of step {step} could not be written: {reason}"
         fix = "free space or set trainer.max_ckpt_to_keep lower; earlier checkpoints are intact"
         raise RunFailure(what, where=str(root), fix=fix) from error
+
+
+def remove_unwritten(root: Path, error: Exception) -> None:
+    """Removes the checkpoint of which `writing` reported that it could not be written.
+
+    Call it when no rank writes any more: it would fail, and not the rank that failed first would be named.
+    """
+    for partial in root.glob(f"{_PARTIAL}*") if getattr(error, "where", None) == str(root) else ():
+        shutil.rmtree(partial, ignore_errors=True)
 
 
 def hash_share(partial: Path, known: Collection[str], share: int, shares: int) -> dict[str, str]:

@@ -159,10 +159,11 @@ def _outcome(codes: dict[int, int], records: dict[int, dict[str, Any]], signals:
         signals: those that the launcher received.
 
     Raises:
-        RlctlError: in this order: a rank's own error; a rank that was killed; a bug; a `LostRank`.
+        RlctlError: in this order: the first own error of a rank; a rank that was killed; a bug; a `LostRank`.
     """
-    errors = sorted((each["order"], rank) for rank, each in records.items() if "what" in each)
-    has_own = bool(errors) and errors[0][0] == _OWN_FAULT
+    failed = {rank: each for rank, each in records.items() if "what" in each}
+    first = min(failed, key=lambda rank: (failed[rank]["order"], failed[rank]["at"]), default=None)
+    has_own = first is not None and failed[first]["order"] == _OWN_FAULT
     silent = {rank: code for rank, code in codes.items() if code and rank not in records}
     killed = {rank: code for rank, code in silent.items() if code <= 128 and not (signals and -code in STOPS)}
     if killed and not has_own:
@@ -171,10 +172,10 @@ def _outcome(codes: dict[int, int], records: dict[int, dict[str, Any]], signals:
             f"rank {rank} ended without an error message (exit code {code}); the others were stopped",
             fix="check the system log for an out-of-memory kill; resume with --resume",
         )
-    if errors and (has_own or not silent):
-        record = records[errors[0][1]]
+    if first is not None and (has_own or not silent):
+        record = failed[first]
         kind = _KINDS.get(record["code"], RunFailure)
-        what = f"{record['what']} (rank {errors[0][1]})"
+        what = f"{record['what']} (rank {first})"
         raise kind(what, where=record["where"], fix=record["fix"])
     if silent:  # by a signal, before they could save
         return 128 + signals[0] if signals else max(silent.values())
@@ -214,7 +215,7 @@ def end_rank(error: RlctlError) -> NoReturn:
 
 def _report_error(error: RlctlError, order: int) -> NoReturn:
     words = {"what": error.what, "where": error.where, "fix": error.fix}
-    _record(words | {"code": error.exit_code, "order": order})
+    _record(words | {"code": error.exit_code, "order": order, "at": time.monotonic()})
     sys.stdout.flush()
     os._exit(error.exit_code)
 

@@ -5,7 +5,8 @@ from __future__ import annotations
 import atexit
 import os
 import re
-from collections.abc import Iterator
+import time
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
@@ -22,13 +23,22 @@ from rlctl.algos.segments import LARGEST, HostSums, Sums
 from rlctl.engine.launch import STORE
 from rlctl.errors import EnvironmentFailure, UsageError, lost_rank
 from rlctl.leftovers import own_directory
-from rlctl.processes import LOOPBACK, NODE_ADDRESS, is_loopback, own_address, use_interface
+from rlctl.processes import (
+    LOOPBACK,
+    NODE_ADDRESS,
+    is_loopback,
+    note_progress,
+    own_address,
+    use_interface,
+)
 from rlctl.spec.machine import gpus, gpus_are_hidden
 
 _Value = TypeVar("_Value")
 
 #: Added to the run's own time limit, whose error is more informative than a timeout of torch.
 _GRACE = timedelta(minutes=5)
+#: Seconds between two looks whether rank 0 is ready.
+_PAUSE_S = 1.0
 #: Environment variables that torchrun would set for a single rank.
 _SINGLE_RANK_ENV = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1"}
 #: Environment variable with the file to which NCCL writes; `%p`: its process.
@@ -133,7 +143,9 @@ class Ranks:
         return [value for part in parts for value in part]
 
 
-def join_ranks(timeout_s: float = 1500.0, *, on_loopback: bool = True) -> Ranks:
+def join_ranks(
+    timeout_s: float = 1500.0, *, on_loopback: bool = True, first: Callable[[], object] = lambda: None
+) -> Ranks:
     """Joins the process group that a launcher describes in the environment, or creates one of one rank.
 
     Only a launcher of several machines has ranks meet at a port. For DeepSpeed and vLLM, a single rank sets
@@ -144,6 +156,7 @@ def join_ranks(timeout_s: float = 1500.0, *, on_loopback: bool = True) -> Ranks:
         on_loopback: all processes that take part in collectives, rollout servers included, are on this
             machine: gloo and NCCL use its loopback interface. On several nodes they use the interface on the
             route to `MASTER_ADDR`. The environment can name another one.
+        first: what rank 0 of a launcher does before ranks join, for any time, such as a download.
 
     Raises:
         UsageError: there are more ranks on this machine than GPUs.
@@ -168,6 +181,8 @@ def join_ranks(timeout_s: float = 1500.0, *, on_loopback: bool = True) -> Ranks:
         module.default_pg_timeout = module.default_pg_nccl_timeout = timeout
         rank, world_size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
         store = _store(rank, world_size, timeout)
+        if _at_port():
+            _wait_for(store, rank, first)
         if on_loopback:
             use_interface(LOOPBACK)
         elif _at_port():
@@ -212,6 +227,19 @@ def _store(rank: int, world_size: int, timeout: timedelta) -> Store:
         store: Store = next(rendezvous("env://", rank, world_size, timeout=timeout))[0]
         return store
     return FileStore(os.environ[STORE], world_size) if STORE in os.environ else HashStore()
+
+
+def _wait_for(store: Store, rank: int, first: Callable[[], object]) -> None:
+    """Runs `first` on rank 0. The others wait without a limit for its end, not for its start."""
+    if rank == 0:
+        store.set("first/begins", "")
+        first()
+        store.set("first/ends", "")
+        return
+    store.wait(["first/begins"])
+    while not store.check(["first/ends"]):
+        note_progress()  # not a hang
+        time.sleep(_PAUSE_S)
 
 
 def _address(store: Store, rank: int, world_size: int) -> str:

@@ -99,7 +99,9 @@ def train(run: Run) -> None:
         save_rollouts(run, step, graded, batch, outcome.seen)
         metrics |= outcome.metrics
         metrics |= {"training/global_step": float(step), "training/epoch": epoch_of(run, step)}
-        for kind, text in step_warnings(metrics, names_of(batch, outcome), graded.rewards.timeouts):
+        for kind, text in step_warnings(
+            spec, metrics, outcome.missed, names_of(batch, outcome), graded.rewards.timeouts
+        ):
             warnings.doubling(kind, f"step {step}: {text}")
         if is_validation_due(run, step):
             with timer("testing"):

@@ -12,12 +12,14 @@ import contextlib
 import os
 import shutil
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import yaml
 
 from rlctl import leftovers
+from rlctl.engine.checkpoint import CHECKPOINTS, remove_unwritten
 from rlctl.engine.launch import run_ranks, under_torchrun
 from rlctl.errors import EnvironmentFailure, SpecError, UsageError
 from rlctl.files import matches
@@ -99,18 +101,21 @@ def start_run(
         opened.write_environment()
         note(f"run directory: {run_dir}")
         target_args = (dump_spec(spec), str(run_dir), resume is not None, trains)
+        fetch = partial(local_sources, spec, note)
         try:
-            local_sources(spec, note)  # before the ranks start: their collectives would time out
+            if not under_torchrun():
+                fetch()  # before the ranks start: their collectives would time out
             if spec.world_size > 1 and not under_torchrun():
                 exit_code = run_ranks(spec.trainer.n_gpus_per_node, run_rank, *target_args)
             else:
-                exit_code = run_rank(*target_args, callbacks, on_second_signal)
+                exit_code = run_rank(*target_args, callbacks, on_second_signal, fetch)
             if exit_code > 128 and not resume:
                 _remove_unused(run_dir)
             return run_dir, exit_code
         except BaseException as error:  # Ctrl-C and SIGTERM included
             is_removed = not resume and _remove_unused(run_dir)
             if isinstance(error, Exception) and not is_removed:
+                remove_unwritten(run_dir / CHECKPOINTS, error)
                 opened.write_failure(error)
             raise
 
@@ -152,8 +157,12 @@ def run_rank(
     trains: bool = True,
     callbacks: Sequence[Callback] = (),
     on_second_signal: Callable[[int], None] = end_process,
+    first: Callable[[], object] = lambda: None,
 ) -> int:
-    """Runs one rank, from joining the process group to leaving it; returns the run's exit code."""
+    """Runs one rank, from joining the process group to leaving it; returns the run's exit code.
+
+    `first`: see `join_ranks`.
+    """
     spec = RunSpec.model_validate(yaml.safe_load(spec_text))
     rank = int(os.environ.get("RANK", "0"))
     watchdog = Watchdog(rank, spec.world_size, Path(run_dir), seconds(spec.trainer.hang_timeout))
@@ -176,7 +185,7 @@ def run_rank(
                 if spec.world_size > 1:
                     startup.phase(f"waiting for all {spec.world_size} ranks")
                 timeout = seconds(spec.trainer.hang_timeout)
-                ranks = join_ranks(timeout, on_loopback=spec.is_on_one_machine)
+                ranks = join_ranks(timeout, on_loopback=spec.is_on_one_machine, first=first)
                 stop.at_once = False
                 spec = _as_on_main(spec, ranks)
                 with contextlib.ExitStack() as stack:

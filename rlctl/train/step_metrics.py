@@ -37,6 +37,12 @@ STALE_CACHE = "rollout_corr/stale_cache_fraction"
 _MAX_NAMED = 8
 #: Metrics of episodes whose maximum is logged beside the mean.
 _WITH_MAX = ("num_turns", "num_sequences")
+#: Why updates could not be made, by `Updated.missed`.
+_MISSED = {
+    "empty": "no episode of them was graded",
+    "rejected": "every response was rejected; widen rollout_rs_threshold or fix the mismatch",
+    "nonfinite": "loss or gradient was not finite",
+}
 #: Turns whose mismatch is logged separately.
 _NUM_TURNS = 4
 
@@ -450,19 +456,25 @@ class Notices:
 
 
 def step_warnings(
-    metrics: Mapping[str, float], nonfinite: Sequence[str], timeouts: Mapping[FailureKind, int]
+    spec: RunSpec,
+    metrics: Mapping[str, float],
+    missed: Mapping[str, int],
+    nonfinite: Sequence[str],
+    timeouts: Mapping[FailureKind, int],
 ) -> Iterator[tuple[str, str]]:
     """Yields (kind, text) for every problem in one step.
 
     Args:
+        missed: see `Updated.missed`.
         nonfinite: this rank's responses with non-finite log-probs, as group and member.
         timeouts: of this rank, see `RewardResult.timeouts`.
     """
-    if skipped := metrics["rollout_corr/skipped_updates"]:
-        why = "everything was rejected, or loss or gradient was not finite"
-        if metrics["rollout_corr/rollout_rs_masked_fraction"] >= 1.0:
-            why = "every response was rejected; widen rollout_rs_threshold or fix the mismatch"
-        yield "skipped", f"{skipped:.0f} updates withheld: {why}"
+    for reason, number in missed.items():
+        why = _MISSED[reason]
+        if reason == "empty" and spec.rollout.beyond_max_age == "drop" and metrics.get("age/older_episodes"):
+            limit = f"rollout.max_age_updates = {spec.rollout.max_age_updates}"
+            why = f"all graded episodes were older than {limit}; set it higher, or beyond_max_age to pace"
+        yield f"skipped {reason}", f"{number} updates withheld: {why}"
     if count := metrics["rollout_corr/nonfinite_sequences"]:
         named = ", ".join(nonfinite[:_MAX_NAMED]) + (", …" if len(nonfinite) > _MAX_NAMED else "")
         where = f" (on this rank those of group and member {named})" if nonfinite else ""

@@ -11,7 +11,8 @@ from π_old, from the only micro-batch's own pass, or from passes without gradie
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 
 import torch
@@ -51,6 +52,8 @@ class Updated:
         num_updates: optimizer steps that changed the weights.
         seen: log-probs, weights and masks of this rank's tokens.
         decisions: decisions of the guardrails, one per checked update.
+        missed: reason → number of updates that could not be made: `empty`, without episodes, `rejected` as a
+            whole, or `nonfinite`, loss or gradient.
         layout: how the model read the last mini-batch, in words.
     """
 
@@ -58,6 +61,7 @@ class Updated:
     num_updates: int
     seen: SeenTokens
     decisions: list[UpdateDecision]
+    missed: Mapping[str, int]
     layout: str
 
 
@@ -114,7 +118,7 @@ class _MiniResult:
     grad_norm: float
     lr: float
     applied: bool
-    could_not_step: bool
+    missed: str  # why it could not be made, see `Updated`; "": it was made, or withheld
     decision: UpdateDecision | None
 
 
@@ -324,6 +328,7 @@ def update(
         num_updates=sum(result.applied for result in results),
         seen=seen,
         decisions=[result.decision for result in results if result.decision is not None],
+        missed=Counter(result.missed for result in results if result.missed),
         layout=mini.layout,
     )
 
@@ -369,16 +374,18 @@ def _step(
     loss_sums = mini.ranks.all_reduce(added(losses))
     loss_sums |= {name: loss_sums[name] * scale for name in ("loss", "pg_loss", "kl_loss")}
     _refuse_nonfinite(sums, loss_sums, settings)
-    is_possible = sums["kept_tokens"] > 0 and math.isfinite(loss_sums["loss"])
+    missed = "" if math.isfinite(loss_sums["loss"]) else "nonfinite"
+    if not sums["kept_tokens"]:
+        missed = "rejected" if sums["tokens"] else "empty"
     decision = None
-    if is_possible and not hold and guard.mode != "off":
+    if not missed and not hold and guard.mode != "off":
         decision = decide_update(sums, settings.rules, lr_scale, guard)
     lr *= decision.lr_scale if decision else 1.0
     if settings.actor.lr_ess_scaling:  # Huang et al. 2026, VCPO, arXiv 2602.17616: lr × √ESS
         name = "rollout_is_raw_eff_sample_size"
         lr *= math.sqrt(correction_metrics(sums, settings.rules).get(f"rollout_corr/{name}", 0.0))
     is_withheld = hold or (decision is not None and decision.skip)
-    result = mini.actor.step(lr=lr, skip=is_withheld or not is_possible, grad_scale=scale)
+    result = mini.actor.step(lr=lr, skip=is_withheld or bool(missed), grad_scale=scale)
     return _MiniResult(
         correction=normalized(sums, factor, settings.rules),
         losses=loss_sums,
@@ -386,7 +393,7 @@ def _step(
         grad_norm=result.grad_norm,
         lr=lr,
         applied=result.applied,
-        could_not_step=not (result.applied or is_withheld),
+        missed="" if result.applied or is_withheld else missed or "nonfinite",
         decision=decision,
     )
 
@@ -444,7 +451,7 @@ def _metrics(results: list[_MiniResult], settings: UpdateSettings) -> dict[str, 
         metrics["actor/kl_loss"] = losses["kl_loss"] / count
         metrics["actor/kl_coef"] = settings.actor.kl_loss_coef
     return metrics | {
-        "rollout_corr/skipped_updates": float(sum(result.could_not_step for result in results)),
+        "rollout_corr/skipped_updates": float(sum(bool(result.missed) for result in results)),
         "actor/pg_loss": losses["pg_loss"] / count,
         "actor/pg_clipfrac": ratio(losses["clipped"], tokens),
         "actor/pg_clipfrac_lower": ratio(losses["clipped_lower"], tokens),

@@ -19,6 +19,7 @@ from rlctl.engine.checkpoint import (
     newest_intact,
     point_to,
     publish,
+    remove_unwritten,
     verify,
     writing,
 )
@@ -142,14 +143,18 @@ def test_full_disk_leaves_the_others(tmp_path: Path, at: str, monkeypatch: pytes
     with pytest.raises(RunFailure, match="No space left") as caught:
         write(tmp_path, 2, keep=1)
     assert "intact" in str(caught.value.fix)
+    remove_unwritten(tmp_path, caught.value)
     assert names(tmp_path) == ["step_000001"]
     assert newest_intact(tmp_path, set_aside=True)[0] is not None
 
 
 def test_other_libraries_errors_are_the_same_error(tmp_path: Path) -> None:
     partial = begin(tmp_path, 3)
-    with pytest.raises(RunFailure, match="unexpected pos"), checkpoint.writing(tmp_path, 3):
+    with pytest.raises(RunFailure, match="unexpected pos") as caught, checkpoint.writing(tmp_path, 3):
         raise RuntimeError("unexpected pos 3 vs 4\nat torch")
+    remove_unwritten(tmp_path, RunFailure("rank 1 ended without an error message"))
+    assert partial.exists()  # it is kept through a kill
+    remove_unwritten(tmp_path, caught.value)
     assert not partial.exists()
 
 

@@ -4,7 +4,10 @@ import ctypes
 import os
 import shutil
 import subprocess
+import time
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from datetime import timedelta
 from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
@@ -17,7 +20,7 @@ import torch.distributed as dist
 from rlctl.engine import ranks
 from rlctl.engine.ranks import Ranks, join_ranks, leave_ranks, missing_ranks, network_notes
 from rlctl.errors import EnvironmentFailure, LostRank, UsageError
-from rlctl.processes import use_interface
+from rlctl.processes import progress, use_interface
 from rlctl.rollout.vllm import _not_started
 from tests.processes import Job
 
@@ -143,6 +146,26 @@ def test_a_group_of_gpus_is_bound_to_its_device(monkeypatch: pytest.MonkeyPatch)
     join_ranks()
     assert (given["backend"], given["device_id"]) == ("nccl", torch.device("cuda", 1))
     assert (given["rank"], given["world_size"]) == (5, 8)
+
+
+def test_ranks_wait_without_limit_for_what_rank_0_does_first(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(ranks, "_PAUSE_S", 0.01)
+    store, before, done = dist.HashStore(), progress(), []
+    store.set_timeout(timedelta(milliseconds=1))
+
+    def download() -> None:
+        while progress() < before + 9:  # the other rank waits, and its watchdog sees no hang
+            time.sleep(0.01)
+        done.append("download")
+
+    with pytest.raises(dist.DistStoreError):
+        ranks._wait_for(store, 1, download)  # for a rank 0 that never starts there is a limit
+    store.set_timeout(timedelta(seconds=60))
+    with ThreadPoolExecutor() as threads:
+        other = threads.submit(ranks._wait_for, store, 1, lambda: done.append("not by rank 1"))
+        ranks._wait_for(store, 0, download)
+        other.result(60)
+    assert done == ["download"]
 
 
 def ip(*words: str) -> None:

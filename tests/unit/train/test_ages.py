@@ -13,9 +13,11 @@ from rlctl.reward.protocol import Graded, RewardResult
 from rlctl.spec.load import load_spec
 from rlctl.spec.run_spec import RunSpec
 from rlctl.train.score_batch import train_batch, with_advantages
-from rlctl.train.step_metrics import age_metrics, age_sums, ages_of
+from rlctl.train.step_metrics import age_metrics, age_sums, ages_of, step_warnings
+from rlctl.train.update import update
 from tests.episodes import episode_of, task_of
-from tests.unit.train.updates import alone
+from tests.models import tiny_model
+from tests.unit.train.updates import PlainEngine, alone, batch_of, settings_of
 
 VERSION = 10
 #: Group → versions of the tokens of each episode.
@@ -104,3 +106,24 @@ def test_without_old_episodes_only_the_others_are_described() -> None:
     }
     nothing = age_metrics(to_host(age_sums(graded([False] * 6), VERSION, 2)))
     assert all(math.isfinite(value) for value in nothing.values())
+
+
+@pytest.mark.parametrize(
+    ("overrides", "older", "said"),
+    [
+        (["rollout.max_age_updates=2"], 6.0, "older than rollout.max_age_updates = 2; set it higher"),
+        (["rollout.max_age_updates=2"], 0.0, "no episode of them was graded"),
+        (["rollout.max_age_updates=2", "rollout.beyond_max_age=down_weight"], 6.0, "was graded"),
+        ([], None, "no episode of them was graded"),
+    ],
+)
+def test_updates_without_episodes_say_whether_these_were_too_old(overrides, older, said: str) -> None:
+    nothing = batch_of(tiny_model()).pick([])
+    settings = settings_of({}, mini_rows=8)
+    outcome = update(nothing, PlainEngine(tiny_model()), alone(), settings, lambda _: 1e-3, 0)
+    metrics = outcome.metrics | {"reward/num_errors": 0.0, "reward/num_timeouts": 0.0}
+    metrics |= {} if older is None else {"age/older_episodes": older}
+    [(kind, text)] = step_warnings(spec_of(*overrides), metrics, outcome.missed, [], {})
+    assert (kind, metrics["rollout_corr/skipped_updates"]) == ("skipped empty", 2.0)
+    assert text.startswith("2 updates withheld: ")
+    assert said in text

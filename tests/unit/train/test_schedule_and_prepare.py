@@ -14,6 +14,7 @@ from rlctl.spec.keys import changes
 from rlctl.spec.load import load_spec
 from rlctl.spec.run_spec import RunSpec
 from rlctl.track.run_dir import open_run_dir
+from rlctl.train import start
 from rlctl.train.preflight import check_inputs
 from rlctl.train.resume import refuse_unsafe
 from rlctl.train.settings import actor_schedule, critic_schedule, lr_at
@@ -149,6 +150,25 @@ def test_a_masked_value_must_be_given_again(tmp_path: Path) -> None:
     with pytest.raises(SpecError, match="judge_token"):
         start_run(recorded, resume=None, note=print)
     assert refuse_unsafe(recorded, given) == []
+
+
+def test_rank_0_of_a_launcher_downloads_when_the_others_can_wait_for_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    order: list[str] = []
+
+    def run_rank(*given: object) -> int:
+        order.append("joins")
+        given[-1]()  # type: ignore[operator]
+        return 0
+
+    monkeypatch.setattr(start, "local_sources", lambda *_: order.append("downloads"))
+    monkeypatch.setattr(start, "run_rank", run_rank)
+    for name, value in {"RANK": "0", "WORLD_SIZE": "2"}.items():
+        monkeypatch.setenv(name, value)
+    two = spec("trainer.n_gpus_per_node=2", f"trainer.run_dir={tmp_path / 'run'}")
+    assert start.start_run(two, resume=None, note=print) == (tmp_path / "run", 0)
+    assert order == ["joins", "downloads"]
 
 
 def test_a_resumed_run_may_have_its_servers_elsewhere() -> None:

@@ -25,7 +25,7 @@ sys.path.insert(0, str(Path(__file__).parent.parent))
 from rlctl.algos.rules import WeightRule
 from rlctl.algos.score_centering import expected_score
 from rlctl.batch import Episode, Sequence, Task, TokenBatch
-from rlctl.engine.log_probs import PolicyModule, policy_output
+from rlctl.engine.log_probs import PolicyModule
 from rlctl.model_files import model_directory
 from rlctl.rollout.hf import HFRollout
 from rlctl.rollout.protocol import Request, Sampling, turn_seed
@@ -79,7 +79,7 @@ def measure(model: Any, tokenizer: Any, options: dict[str, Any]) -> dict[str, fl
 
     def train(inputs: Any) -> None:
         policy.zero_grad()
-        torch.autograd.backward(policy_output(policy, inputs).log_probs.sum())
+        torch.autograd.backward(policy(inputs).log_probs.sum())
 
     sides = {
         "sampling": lambda: sample(with_kept=False),
@@ -92,7 +92,7 @@ def measure(model: Any, tokenizer: Any, options: dict[str, Any]) -> dict[str, fl
     gaps = {}
     with torch.no_grad():
         for name, inputs in (("gap without", plain), ("gap", batch.inputs)):
-            found = policy_output(policy, inputs).log_probs - batch.rollout_log_probs
+            found = policy(inputs).log_probs - batch.rollout_log_probs
             gaps[name] = float(found.abs().mean())
             gaps[f"largest {name}"] = float(found.abs().max())
     return {
@@ -117,7 +117,7 @@ def measure_centering(model: Any, tokenizer: Any) -> dict[str, float]:
 
     def train(inputs: Any) -> None:
         policy.zero_grad()
-        output = policy_output(policy, inputs)
+        output = policy(inputs)
         loss = output.log_probs.sum()
         if output.most_likely is not None:
             loss = loss - expected_score(output.most_likely, sampler, WeightRule(None)).sum()

@@ -28,6 +28,7 @@ import sys
 import tempfile
 import threading
 from dataclasses import asdict, dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -283,7 +284,7 @@ def loading(
     import torch
 
     from rlctl.engine import model as engine_model
-    from rlctl.engine.deepspeed import DeepSpeedEngine, PartitionedLoading
+    from rlctl.engine.deepspeed import DeepSpeedEngine, load_partitioned
     from rlctl.engine.fsdp import FsdpEngine
 
     def from_disk() -> float:
@@ -300,7 +301,7 @@ def loading(
             os.posix_fadvise(opened.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
     ranks.barrier()
     before = from_disk()
-    partition = PartitionedLoading(settings) if stage == 3 else None
+    partition = partial(load_partitioned, settings) if stage == 3 else None
     options: Any = {"revision": None, "trust_remote_code": False, "attn_implementation": "sdpa"}
     options |= {"dtype": "auto" if as_stored else kinds[dtype], "partition": partition}
     (model, _), read = own_memory(lambda: engine_model.load_policy(directory, **options))

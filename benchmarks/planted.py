@@ -319,17 +319,15 @@ def noisy() -> None:
     """Adds noise to every forward pass of the trainer's policy, as dropout or expert routing does."""
     import torch
 
-    from rlctl.engine import policy_engine
+    from rlctl.engine.policy_engine import PolicyEngine
 
-    honest = policy_engine.policy_output
+    honest = PolicyEngine.policy
 
-    def policy_output(*args: Any, **asked: Any) -> Any:
-        from dataclasses import replace
-
+    def policy(*args: Any, **asked: Any) -> Any:
         output = honest(*args, **asked)
-        return replace(output, log_probs=output.log_probs + 0.05 * torch.randn_like(output.log_probs))
+        return output._replace(log_probs=output.log_probs + 0.05 * torch.randn_like(output.log_probs))
 
-    policy_engine.policy_output = policy_output
+    PolicyEngine.policy = policy
 
 
 def correction_off() -> None:
@@ -355,15 +353,15 @@ def low_entropy_pays() -> None:
 
     import torch
 
-    from rlctl.engine import policy_engine
+    from rlctl.engine.policy_engine import PolicyEngine
     from rlctl.train.settings import UpdateSettings
 
-    read, honest = UpdateSettings.of, policy_engine.policy_output
+    read, honest = UpdateSettings.of, PolicyEngine.policy
 
-    def policy_output(*args: Any, **asked: Any) -> Any:
+    def policy(*args: Any, **asked: Any) -> Any:
         return honest(*args, **asked | {"entropy_grad": torch.is_grad_enabled()})
 
-    policy_engine.policy_output = policy_output
+    PolicyEngine.policy = policy
 
     def wrong(spec: Any) -> UpdateSettings:
         return replace(read(spec), actor=spec.actor.model_copy(update={"entropy_coeff": -2.0}))

@@ -117,7 +117,7 @@ def correct(
     sums: Sums = {
         "tokens": responses.lengths.sum(),
         "sequences": (responses.lengths > 0).sum(),
-        "units": level.num_present,
+        "units": (level.lengths > 0).sum(),
         "saturated": saturated.sum(),
     }
     used = ~nonfinite & (responses.lengths > 0)

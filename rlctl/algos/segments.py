@@ -56,11 +56,6 @@ class Segments:
         """Number of entries, M."""
         return int(self.lengths.sum())
 
-    @property
-    def num_present(self) -> Tensor:
-        """(): number of segments that are not empty."""
-        return (self.lengths > 0).sum()
-
     @cached_property
     def starts(self) -> Tensor:
         """(K,) int64: index of the first entry of each segment."""
@@ -133,20 +128,7 @@ class Singles(Segments):
     """Every entry of a column is a segment of its own."""
 
     def __init__(self, like: Segments) -> None:
-        self._like = like
-
-    def __len__(self) -> int:
-        return self._like.total
-
-    @cached_property
-    def lengths(self) -> Tensor:  # type: ignore[override]
-        """(M,) int64: 1 for each."""
-        return torch.ones_like(self._like.index)
-
-    @property
-    def num_present(self) -> Tensor:
-        """See `Segments`."""
-        return self._like.lengths.sum()
+        self.lengths = torch.ones_like(like.index)
 
     def any(self, flags: Tensor) -> Tensor:
         """(M,) bool: the flags themselves."""

@@ -10,13 +10,13 @@ from __future__ import annotations
 import contextlib
 import io
 import logging
+import math
 import os
 import shutil
 import subprocess
 import sys
 import warnings
 from collections.abc import Callable, Iterator, Sequence
-from functools import partial
 from pathlib import Path
 from typing import Any, Unpack
 
@@ -34,7 +34,6 @@ from rlctl.engine.deepspeed_setup import (
     frozen_settings,
     keeping_buffers,
     module_options,
-    recompute_layers,
     unrounded_weights,
     zero_stage_of,
 )
@@ -44,7 +43,6 @@ from rlctl.engine.policy_engine import Engine, FrozenModule, PolicyEngine, Value
 from rlctl.engine.protocol import StepResult
 from rlctl.engine.ranks import Ranks
 from rlctl.engine.sequence_parallel import SequenceParallel
-from rlctl.engine.values import ValueModule
 from rlctl.errors import RunFailure, UsageError, in_words
 from rlctl.processes import environment_without_ranks
 
@@ -55,7 +53,6 @@ _UNIVERSAL = ".universal"
 _SUMS = "fp32_groups_gradients_flat"
 #: Environment variable with which transformers reads weights in sequence, without prefetching.
 _IN_SEQUENCE = "HF_DEACTIVATE_ASYNC_LOAD"
-_NO_CLIPPING = 1 << 62
 
 
 class GuardedAdamW(torch.optim.AdamW):
@@ -79,7 +76,7 @@ class GuardedAdamW(torch.optim.AdamW):
             torch._foreach_mul_(grads, self.multiply_by)
         if self.clip_norm is not None:
             params = [p for group in self.param_groups for p in group["params"]]
-            norm = nn.utils.clip_grad_norm_(params, self.clip_norm or _NO_CLIPPING)
+            norm = nn.utils.clip_grad_norm_(params, self.clip_norm or math.inf)
             self._global_grad_norm = norm.item()
         self.withheld = self.skip or not all(map(_is_finite, grads))
         if not self.withheld:
@@ -101,10 +98,6 @@ def _is_finite(gradient: Tensor) -> bool:
 class _Engine(Engine):
     """A module under DeepSpeed: the common part of policy and critic; see `protocol.Trained`.
 
-    Args:
-        model: Hugging Face causal language model, in any dtype; parameters that require gradient are trained.
-        wrap: creates the module to train from the model on its device, and options of `BodyReader`.
-
     Attributes:
         zero_stage: the stage in effect, by which checkpoints are partitioned.
         scales_gradients: see `protocol.Trained`.
@@ -113,13 +106,11 @@ class _Engine(Engine):
     def __init__(
         self, model: Any, wrap: Callable[..., nn.Module], ranks: Ranks, **settings: Unpack[Settings]
     ) -> None:
-        dtype, grad_clip = settings["dtype"], settings["grad_clip"]
-        self.ranks, self._dtype = ranks, dtype
+        super().__init__(model, wrap, ranks, **settings)
+        dtype = settings["dtype"]
         self._deepspeed = _import_deepspeed()
         self.zero_stage = stage = zero_stage_of(settings)
         plain = stage == 0
-        if settings.get("gradient_checkpointing"):
-            recompute_layers(model)
         config = deepspeed_config(settings)
         unrounded = unrounded_weights(model, dtype)
         with keeping_buffers(model), _quiet():
@@ -132,7 +123,7 @@ class _Engine(Engine):
                 trained, lr=0.0, betas=settings["betas"], weight_decay=settings["weight_decay"], fused=True
             )  # fused: the step does not copy the moments, 8 bytes per parameter
             if plain:  # DeepSpeed's plain path clips but does not report the norm.
-                self._optimizer.clip_norm = grad_clip
+                self._optimizer.clip_norm = settings["grad_clip"]
             with _refusals(settings):
                 self._engine, *_ = self._deepspeed.initialize(
                     model=module, optimizer=self._optimizer, config=config
@@ -157,7 +148,7 @@ class _Engine(Engine):
         # No dropout: with it, π_θ would differ from the sampling policy, and from one pass to the next.
         self._engine.eval()
         self._module = self._engine
-        self._model = module.model if isinstance(module, PolicyModule) else module
+        self._model = getattr(module, "model", module)
 
     def plan(self, passes: Sequence[ModelInputs]) -> str:
         """See `Trained.plan`; under ZeRO-3 the first pass finds out what the model supports."""
@@ -270,22 +261,11 @@ class _Engine(Engine):
 
 
 class DeepSpeedEngine(PolicyEngine, _Engine):
-    """A causal language model under DeepSpeed; see `TrainEngine`. `temperature`: that of sampling."""
-
-    def __init__(self, model: Any, ranks: Ranks, *, temperature: float, **settings: Unpack[Settings]) -> None:
-        wrap = partial(PolicyModule, temperature=temperature, sequence=settings.get("sequence"))
-        super().__init__(model, wrap, ranks, **settings)
+    """A causal language model under DeepSpeed; see `TrainEngine`."""
 
 
 class DeepSpeedCritic(ValueEngine, _Engine):
-    """A value model under DeepSpeed: the body of a model with a new value head; see `CriticEngine`.
-
-    Raises:
-        UsageError: the model has no body separate from its output head.
-    """
-
-    def __init__(self, model: Any, ranks: Ranks, **settings: Unpack[Settings]) -> None:
-        super().__init__(model, ValueModule, ranks, **settings)
+    """A value model under DeepSpeed: the body of a model with a new value head; see `CriticEngine`."""
 
 
 class FrozenPolicy(FrozenModule):
@@ -296,7 +276,7 @@ class FrozenPolicy(FrozenModule):
 
     Args:
         model: Hugging Face causal language model, modified in place; under ZeRO-3 it may come from
-            `PartitionedLoading`.
+            `load_partitioned`.
         dtype: dtype of the forward pass.
         temperature: sampling temperature, at which log-probs are computed.
     """
@@ -326,59 +306,54 @@ class FrozenPolicy(FrozenModule):
         self._module = policy
 
 
-class PartitionedLoading:
-    """Loads models without any rank holding a whole one: each weight is partitioned as it is read.
+def load_partitioned(settings: Settings, read: Callable[[], Any], config: Any) -> Any:
+    """Loads a model by `read` with partitioned parameters and whole buffers (all ranks).
 
-    Every rank reads every weight from the model's files, in the same order, and keeps its part.
+    No rank holds a whole model: every rank reads every weight from the model's files, in the same order, and
+    keeps its part.
 
     Args:
-        settings: of the engine that receives the model, at ZeRO stage 3; `frozen_settings` for `sharded`.
+        settings: of the engine that receives the model, at ZeRO stage 3.
+        config: Hugging Face config of the model.
+
+    Raises:
+        UsageError: DeepSpeed refuses its configuration.
     """
+    first: Any = nn.Linear(1, 1, bias=False, dtype=settings["dtype"])
+    with _quiet(), _refusals(settings):
+        _import_deepspeed().zero.Init(module=first, config_dict_or_path=deepspeed_config(settings))
 
-    def __init__(self, settings: Settings) -> None:
-        self._settings = settings
+    def partition(parameter: nn.Parameter) -> None:
+        """Partitions a parameter: each rank keeps its part of rank 0's values."""
+        if not parameter.is_cuda:  # a memory-mapped file, into which ranks would write
+            parameter.data = parameter.data.clone()
+        first.weight.convert_to_zero_parameters(param_list=[parameter])
 
-    def __call__(self, read: Callable[[], Any], config: Any) -> Any:
-        """Loads a model by `read` with partitioned parameters and whole buffers (all ranks).
+    # Tied weights are compared after all weights are read, so they stay whole until then.
+    tied = (getattr(part, "tie_word_embeddings", False) for part in (config, config.get_text_config()))
+    late = config.get_text_config().vocab_size if any(tied) else None
 
-        Raises:
-            UsageError: DeepSpeed refuses its configuration.
-        """
-        first: Any = nn.Linear(1, 1, bias=False, dtype=self._settings["dtype"])
-        with _quiet(), _refusals(self._settings):
-            _import_deepspeed().zero.Init(module=first, config_dict_or_path=deepspeed_config(self._settings))
+    def registered(module: nn.Module, name: str, parameter: nn.Parameter | None) -> None:
+        if parameter is None or parameter.is_meta or hasattr(parameter, "ds_id"):
+            return
+        is_read = getattr(parameter, "_is_hf_initialized", False)  # False: in no file, initialised last
+        if is_read and late not in parameter.shape[:1]:
+            partition(parameter)
 
-        def partition(parameter: nn.Parameter) -> None:
-            """Partitions a parameter: each rank keeps its part of rank 0's values."""
-            if not parameter.is_cuda:  # a memory-mapped file, into which ranks would write
-                parameter.data = parameter.data.clone()
-            first.weight.convert_to_zero_parameters(param_list=[parameter])
-
-        # Tied weights are compared after all weights are read, so they stay whole until then.
-        tied = (getattr(part, "tie_word_embeddings", False) for part in (config, config.get_text_config()))
-        late = config.get_text_config().vocab_size if any(tied) else None
-
-        def registered(module: nn.Module, name: str, parameter: nn.Parameter | None) -> None:
-            if parameter is None or parameter.is_meta or hasattr(parameter, "ds_id"):
-                return
-            is_read = getattr(parameter, "_is_hf_initialized", False)  # False: in no file, initialised last
-            if is_read and late not in parameter.shape[:1]:
-                partition(parameter)
-
-        hook = nn.modules.module.register_module_parameter_registration_hook(registered)
-        before = os.environ.get(_IN_SEQUENCE)
-        os.environ[_IN_SEQUENCE] = "1"
-        try:
-            model = read()
-        finally:
-            hook.remove()
-            os.environ.pop(_IN_SEQUENCE)
-            if before is not None:
-                os.environ[_IN_SEQUENCE] = before
-        for parameter in model.parameters():
-            if not hasattr(parameter, "ds_id"):
-                partition(parameter)
-        return model
+    hook = nn.modules.module.register_module_parameter_registration_hook(registered)
+    before = os.environ.get(_IN_SEQUENCE)
+    os.environ[_IN_SEQUENCE] = "1"
+    try:
+        model = read()
+    finally:
+        hook.remove()
+        os.environ.pop(_IN_SEQUENCE)
+        if before is not None:
+            os.environ[_IN_SEQUENCE] = before
+    for parameter in model.parameters():
+        if not hasattr(parameter, "ds_id"):
+            partition(parameter)
+    return model
 
 
 def _ready_for_stage_3(module: nn.Module, dtype: torch.dtype) -> None:

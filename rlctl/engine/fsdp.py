@@ -8,6 +8,7 @@ A state is saved by torch's distributed checkpoints, which any number of ranks c
 from __future__ import annotations
 
 import contextlib
+import math
 import warnings
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
@@ -23,26 +24,19 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 
-from rlctl.engine.deepspeed_setup import Settings, recompute_layers
+from rlctl.engine.deepspeed_setup import Settings
 from rlctl.engine.layout import idle_inputs
 from rlctl.engine.log_probs import PolicyModule
 from rlctl.engine.policy_engine import Engine, FrozenModule, PolicyEngine, ValueEngine
 from rlctl.engine.protocol import StepResult
 from rlctl.engine.ranks import Ranks
-from rlctl.engine.values import ValueModule
 from rlctl.errors import RunFailure
 
 _STATE = "fsdp"
-_NO_CLIPPING = float(1 << 62)
 
 
 class _Engine(Engine):
-    """A module under FSDP2: the common part of policy and critic; see `protocol.Trained`.
-
-    Args:
-        model: Hugging Face causal language model, in any dtype; parameters that require gradient are trained.
-        wrap: creates the module to train from the model on its device, and options of `BodyReader`.
-    """
+    """A module under FSDP2: the common part of policy and critic; see `protocol.Trained`."""
 
     zero_stage = 3
     scales_gradients = True
@@ -50,11 +44,10 @@ class _Engine(Engine):
     def __init__(
         self, model: Any, wrap: Callable[..., nn.Module], ranks: Ranks, **settings: Unpack[Settings]
     ) -> None:
-        self.ranks, self._clip, self._dtype = ranks, settings["grad_clip"] or _NO_CLIPPING, settings["dtype"]
-        if settings.get("gradient_checkpointing"):
-            recompute_layers(model)
+        super().__init__(model, wrap, ranks, **settings)
+        self._clip = settings["grad_clip"] or math.inf
         self._module = sharded(model, wrap, ranks, self._dtype)
-        self._model = model if isinstance(self._module, PolicyModule) else self._module
+        self._model = getattr(self._module, "model", self._module)
         trained = [parameter for parameter in self._module.parameters() if parameter.requires_grad]
         self._optimizer = torch.optim.AdamW(
             trained, lr=0.0, betas=settings["betas"], weight_decay=settings["weight_decay"], fused=True
@@ -76,7 +69,7 @@ class _Engine(Engine):
         if grad_scale != 1.0:
             torch._foreach_mul_([p.grad for p in trained if p.grad is not None], grad_scale)
         norm = in_full(nn.utils.clip_grad_norm_(trained, self._clip)).item()
-        applied = not skip and norm < float("inf")  # NaN is not
+        applied = not skip and math.isfinite(norm)
         if applied:
             self._optimizer.step()
         self._optimizer.zero_grad()
@@ -118,22 +111,11 @@ class _Engine(Engine):
 
 
 class FsdpEngine(PolicyEngine, _Engine):
-    """A causal language model under FSDP2; see `TrainEngine`. `temperature`: that of sampling."""
-
-    def __init__(self, model: Any, ranks: Ranks, *, temperature: float, **settings: Unpack[Settings]) -> None:
-        wrap = partial(PolicyModule, temperature=temperature)
-        super().__init__(model, wrap, ranks, **settings)
+    """A causal language model under FSDP2; see `TrainEngine`."""
 
 
 class FsdpCritic(ValueEngine, _Engine):
-    """A value model under FSDP2: the body of a model with a new value head; see `CriticEngine`.
-
-    Raises:
-        UsageError: the model has no body separate from its output head.
-    """
-
-    def __init__(self, model: Any, ranks: Ranks, **settings: Unpack[Settings]) -> None:
-        super().__init__(model, ValueModule, ranks, **settings)
+    """A value model under FSDP2: the body of a model with a new value head; see `CriticEngine`."""
 
 
 class FsdpReference(FrozenModule):

@@ -59,7 +59,7 @@ class PolicyModule(nn.Module):
         tail: bool = False,
         top_k: tuple[int, int] | None = None,
         routing: bool = False,
-    ) -> tuple[Tensor, ...]:
+    ) -> PolicyOutput:
         """Log-probs and entropy of the M scored tokens; on request more.
 
         Args:
@@ -68,22 +68,17 @@ class PolicyModule(nn.Module):
             entropy_grad: compute the entropy with gradient.
             sum_pi_squared: also return the collision probability of the next-token distribution.
             tail: the log-probs of `most_likely` tokens end with that of all other tokens together.
-            top_k: (K, V): list the K most likely of the first V tokens instead of `most_likely`.
-            routing: also return the routing of the scored tokens to experts, last.
-
-        Returns:
-            Two or three (M,) float32: log-probs (with gradient), entropy (with gradient only with
-            `entropy_grad`) and on request Σ_v π(v)² (without gradient). Then, if there are `most_likely`
-            tokens, their (M, K) log-probs (with gradient). With `top_k`, (M, 2K + 1): the K log-probs, that
-            of all other tokens, and the K tokens themselves.
+            top_k: (K, V): list the K most likely of the first V tokens instead of `most_likely`: (M, 2K + 1),
+                the K log-probs, that of all other tokens, and the K tokens themselves.
+            routing: also return the routing of the scored tokens to experts.
         """
         if self.reader.packs is None:
             self._probe()
         states, own = self.reader.states(inputs, routing=routing)
-        routes: list[Tensor] = []
+        routes = None
         if routing:
             width = self.model.config.get_text_config().hidden_size
-            states, routes = states[:, :width].to(self.model.dtype), [states[:, width:]]
+            states, routes = states[:, :width].to(self.model.dtype), states[:, width:]
         tokens, kept = inputs.tokens, inputs.kept
         listed = None if inputs.most_likely is None else inputs.most_likely.padded()[0]
         if own is not None:
@@ -94,12 +89,13 @@ class PolicyModule(nn.Module):
         figures = self.head(*given, **asked)
         if own is not None and self.reader.sequence:
             figures = self.reader.sequence.of_all(figures, own, len(inputs.tokens))
-        per_token, most_likely = figures.tensor_split([3 if sum_pi_squared else 2])
-        log_probs, entropy, *squared = per_token
-        squared = [part.detach() for part in squared]
-        listed_log_probs = [most_likely.T] if len(most_likely) else []
-        entropy = entropy if entropy_grad else entropy.detach()
-        return (log_probs, entropy, *squared, *listed_log_probs, *routes)
+        return PolicyOutput(
+            log_probs=figures[0],
+            entropy=figures[1] if entropy_grad else figures[1].detach(),
+            sum_pi_squared=figures[2].detach() if sum_pi_squared else None,
+            most_likely=None if listed is None and top_k is None else figures[2 + sum_pi_squared :].T,
+            routing=routes,
+        )
 
     @torch.no_grad()
     def logits(self, inputs: ModelInputs) -> Tensor:
@@ -213,21 +209,6 @@ class ChunkedHead(nn.Module):
             given += [counts, torch.split(kept[1], sizes)]
         parts = [checkpoint(token_outputs, *chunk, use_reentrant=False) for chunk in zip(*given, strict=True)]
         return torch.cat(parts, dim=1)
-
-
-def policy_output(
-    policy: Callable[..., tuple[Tensor, ...]], inputs: ModelInputs, **asked: bool
-) -> PolicyOutput:
-    """The policy's output for the scored tokens.
-
-    Args:
-        policy: a `PolicyModule`, or the engine that wraps it.
-        asked: `entropy_grad`, `sum_pi_squared`, `tail`, `routing`, see `PolicyModule.forward`.
-    """
-    log_probs, entropy, *more = policy(inputs=inputs, **asked)
-    routing = more.pop() if asked.get("routing") else None
-    most_likely = None if inputs.most_likely is None else more.pop()
-    return PolicyOutput(log_probs, entropy, more[0] if more else None, most_likely, routing)
 
 
 def _dropped(logits: Tensor, counts: Tensor, ids: Tensor) -> Tensor:

@@ -61,7 +61,7 @@ class Loading(TypedDict):
     attn_implementation: str
     dtype: torch.dtype | Literal["auto"]
     use_liger: NotRequired[bool]
-    partition: NotRequired[Callable[..., Any] | None]  # a `PartitionedLoading`
+    partition: NotRequired[Callable[..., Any] | None]  # `load_partitioned`
 
 
 def load_policy(path: str, **loading: Unpack[Loading]) -> tuple[Any, Any]:

@@ -3,32 +3,46 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, Unpack
 
 import torch
 from torch import Tensor, nn
 
 from rlctl.batch import ModelInputs
+from rlctl.engine.deepspeed_setup import Settings, recompute_layers
 from rlctl.engine.layout import BodyReader
-from rlctl.engine.log_probs import policy_output
+from rlctl.engine.log_probs import PolicyModule
 from rlctl.engine.lora import Adapter, adapter_parameters, plain_weights
 from rlctl.engine.model import export
 from rlctl.engine.perturb import parts_of, perturbed
 from rlctl.engine.protocol import PolicyOutput
 from rlctl.engine.ranks import Ranks
+from rlctl.engine.values import ValueModule
 
 
 class Engine:
-    """The weights of a `Trained` module, and the layout of its inputs."""
+    """The weights of a `Trained` module, and the layout of its inputs.
 
-    ranks: Ranks
-    _dtype: torch.dtype  # of forward and backward pass
+    Args:
+        model: Hugging Face causal language model, in any dtype; parameters that require gradient are trained.
+        wrap: creates the module to train from the model on its device, and options of `BodyReader`.
+    """
+
     _module: Any  # a `PolicyModule` or `ValueModule`, or what wraps it
     _model: Any  # the policy's Hugging Face causal language model; of a critic the `ValueModule`
+
+    def __init__(
+        self, model: Any, wrap: Callable[..., nn.Module], ranks: Ranks, **settings: Unpack[Settings]
+    ) -> None:
+        del wrap
+        self.ranks = ranks
+        self._dtype = settings["dtype"]  # of forward and backward pass
+        if settings.get("gradient_checkpointing"):
+            recompute_layers(model)
 
     def _gathered(
         self, parts: Sequence[Tensor], *, changed: bool = False
@@ -54,11 +68,16 @@ class Engine:
 
 
 class PolicyEngine(Engine):
-    """A `TrainEngine` without what depends on how weights are divided."""
+    """A `TrainEngine` without what depends on how weights are divided. `temperature`: that of sampling."""
+
+    def __init__(self, model: Any, ranks: Ranks, *, temperature: float, **settings: Unpack[Settings]) -> None:
+        wrap = partial(PolicyModule, temperature=temperature, sequence=settings.get("sequence"))
+        super().__init__(model, wrap, ranks, **settings)
 
     def policy(self, inputs: ModelInputs, **asked: bool) -> PolicyOutput:
         """See `TrainEngine.policy`."""
-        return policy_output(self._module, inputs, **asked)
+        output: PolicyOutput = self._module(inputs=inputs, **asked)
+        return output
 
     def adapter(self) -> Adapter:
         """See `TrainEngine.adapter` (may be a collective); gathers only A and B."""
@@ -85,7 +104,14 @@ class PolicyEngine(Engine):
 
 
 class ValueEngine(Engine):
-    """A `CriticEngine` without what depends on how weights are divided."""
+    """A `CriticEngine` without what depends on how weights are divided.
+
+    Raises:
+        UsageError: the model has no body separate from its output head.
+    """
+
+    def __init__(self, model: Any, ranks: Ranks, **settings: Unpack[Settings]) -> None:
+        super().__init__(model, ValueModule, ranks, **settings)
 
     def values(self, inputs: ModelInputs) -> Tensor:
         """See `CriticEngine.values`."""
@@ -101,10 +127,11 @@ class FrozenModule:
     @torch.no_grad()
     def log_probs(self, inputs: ModelInputs) -> Tensor:
         """See `ReferencePolicy.log_probs`; the caller splits the batch into micro-batches."""
-        return policy_output(self._module, inputs).log_probs
+        log_probs: Tensor = self._module(inputs=inputs).log_probs
+        return log_probs
 
     @torch.no_grad()
     def top_k(self, inputs: ModelInputs, count: int, vocabulary: int) -> Tensor:
         """See `Teacher.top_k`."""
-        log_probs, _, listed = self._module(inputs=inputs, top_k=(count, vocabulary))
-        return torch.cat([log_probs[:, None], listed], 1)
+        output = self._module(inputs=inputs, top_k=(count, vocabulary))
+        return torch.cat([output.log_probs[:, None], output.most_likely], 1)

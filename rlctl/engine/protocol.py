@@ -6,7 +6,7 @@ import contextlib
 from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -14,8 +14,7 @@ if TYPE_CHECKING:
     from rlctl.batch import ModelInputs
 
 
-@dataclass(frozen=True, slots=True)
-class PolicyOutput:
+class PolicyOutput(NamedTuple):
     """Output of the policy for the M scored tokens, in order.
 
     Attributes:
@@ -25,7 +24,7 @@ class PolicyOutput:
             requested.
         most_likely: (M, K) float32, log-probs of `ModelInputs.most_likely`, padded as by
             `TokenLists.padded`; carries gradient as `log_probs` does. (M, K + 1) if the log-probs of all
-            other tokens together were requested. None: no lists.
+            other tokens together were requested. None: no lists. For a teacher, see `Teacher.top_k`.
         routing: (M, 2·E) float32, for each scored token the router's probability of each expert, with
             gradient, and the share of layers that chose it, without; means over layers. None unless
             requested.

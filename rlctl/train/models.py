@@ -9,7 +9,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from rlctl.engine.deepspeed import FrozenPolicy, PartitionedLoading
+from rlctl.engine.deepspeed import FrozenPolicy, load_partitioned
 from rlctl.engine.deepspeed_setup import Settings, frozen_settings
 from rlctl.engine.engines import TrainContext, build_training_engine
 from rlctl.engine.lora import BasePolicy, OffloadedBase, add_lora, load_adapter
@@ -59,7 +59,7 @@ def build_models(
         UsageError, EnvironmentFailure: a model cannot be loaded or does not fit the spec.
     """
     dtype, partitions = DTYPES[spec.engine.dtype], spec.engine.zero_stage == 3
-    partition = PartitionedLoading(_training(spec, spec.actor)) if partitions else None
+    partition = partial(load_partitioned, _training(spec, spec.actor)) if partitions else None
     load = partial(load_policy, model_path, revision=spec.model.revision, **_loading(spec))
     engine_copies = spec.rollout_engine.starts_with_policy
     model, tokenizer = load(partition=None if engine_copies else partition)
@@ -89,7 +89,7 @@ def build_models(
 
     def load_other(path: str | None, key: str, settings: Settings) -> Any:
         """Loads another model from `path`; None: from the policy's path."""
-        loading = _loading(spec) | {"partition": PartitionedLoading(settings) if partitions else None}
+        loading = _loading(spec) | {"partition": partial(load_partitioned, settings) if partitions else None}
         revision = spec.model.revision if path in {None, spec.model.path} else None
         other = load_other_model(path or model_path, tokenizer, key=key, revision=revision, **loading)
         _refuse_unfit(other, spec)
@@ -131,15 +131,12 @@ def build_models(
 
 
 def _frozen(spec: RunSpec, model: Any, ranks: Ranks, sequence: SequenceParallel | None) -> Teacher:
-    dtype, temperature = DTYPES[spec.engine.dtype], spec.rollout.temperature
+    numbers: Any = {"dtype": DTYPES[spec.engine.dtype], "temperature": spec.rollout.temperature}
     if spec.engine.name == "fsdp":
         from rlctl.engine.fsdp import FsdpReference
 
-        return FsdpReference(model, ranks, dtype=dtype, temperature=temperature)
-    stage = spec.engine.zero_stage
-    return FrozenPolicy(
-        model, ranks, zero_stage=stage, dtype=dtype, temperature=temperature, sequence=sequence
-    )
+        return FsdpReference(model, ranks, **numbers)
+    return FrozenPolicy(model, ranks, zero_stage=spec.engine.zero_stage, sequence=sequence, **numbers)
 
 
 def _rounded(model: Any, spec: RunSpec) -> Any:

@@ -115,13 +115,12 @@ def save_checkpoint(run: Run, step: int, best: int | None = None) -> None:
         run.rollout_writer.flush()
     has = {"critic": run.critic, "waiting": spec.batches_ahead > 0, ADAPTER: spec.model.lora_rank}
     has["draws"] = run.draws is not None
-    if ranks.is_main:
-        with writing(root, step):
-            _require_space(run, step)
-            begin(root, step, ["engine", "model", *(name for name, there in has.items() if there)])
-    ranks.barrier()
     partial = partial_path(root, step)
     with writing(root, step):
+        if ranks.is_main:
+            _require_space(run, step)
+            begin(root, step, ["engine", "model", *(name for name, there in has.items() if there)])
+        ranks.barrier()
         written = {"engine": run.actor.save(partial / "engine")}
         run.actor.export(partial / "model")
         if has[ADAPTER]:
@@ -131,26 +130,26 @@ def save_checkpoint(run: Run, step: int, best: int | None = None) -> None:
         if run.critic:
             written["critic"] = run.critic.save(partial / "critic")
         run.stream.save(partial / "waiting", ranks.rank)
-    if ranks.is_main:
-        with writing(root, step):
+        if ranks.is_main:
             run.tokenizer.save_pretrained(partial / "model")
             if run.draws is not None:
                 run.draws.save(partial / _DRAWS)
-    # Files not hashed while being written are on the main rank's machine; its ranks share the hashing.
-    own = [(f"{name}/{file}", digest) for name, files in written.items() for file, digest in files.items()]
-    hashed = dict(ranks.exchange(own))
-    sharers = min(spec.trainer.n_gpus_per_node, ranks.world_size)
-    with writing(root, step):
+        # Files not hashed while being written are on the main rank's machine; its ranks share the hashing.
+        own = [
+            (f"{part}/{name}", digest) for part, files in written.items() for name, digest in files.items()
+        ]
+        hashed = dict(ranks.exchange(own))
+        sharers = min(spec.trainer.n_gpus_per_node, ranks.world_size)
         mine = hash_share(partial, hashed, ranks.rank, sharers) if ranks.rank < sharers else {}
-    shares = ranks.exchange(list(mine.items()))
-    if ranks.is_main:
-        kl_coef = run.kl.kl_coef if spec.algorithm.use_kl_in_reward else None
-        state = TrainerState(step, run.policy_version, ranks.world_size, run.actor.zero_stage, kl_coef)
-        digests = {**hashed, **dict(shares)}
-        publish(root, partial, state, keep=spec.trainer.max_ckpt_to_keep, best=best, digests=digests)
-        point_to(root, "latest", step)
-        point_to(root, "best", best)
-    ranks.barrier()
+        shares = ranks.exchange(list(mine.items()))
+        if ranks.is_main:
+            kl_coef = run.kl.kl_coef if spec.algorithm.use_kl_in_reward else None
+            state = TrainerState(step, run.policy_version, ranks.world_size, run.actor.zero_stage, kl_coef)
+            digests = {**hashed, **dict(shares)}
+            publish(root, partial, state, keep=spec.trainer.max_ckpt_to_keep, best=best, digests=digests)
+            point_to(root, "latest", step)
+            point_to(root, "best", best)
+        ranks.barrier()
 
 
 def _require_space(run: Run, step: int) -> None:

@@ -36,7 +36,7 @@ STALE_CACHE = "rollout_corr/stale_cache_fraction"
 
 _MAX_NAMED = 8
 #: Metrics of episodes whose maximum is logged beside the mean.
-_WITH_MAX = ("num_turns", "num_sequences")
+_WITH_MAX = ("episode/num_turns", "episode/num_sequences")
 #: Why updates could not be made, by `Updated.missed`.
 _MISSED = {
     "empty": "no episode of them was graded",
@@ -63,8 +63,8 @@ def metrics_of_episodes(run: Run, graded: Graded) -> dict[str, float]:
         own |= environment_sums(graded, sorted(names))
     sums = ranks.all_reduce({name: value.to(ranks.device) for name, value in own.items()})
     errors = graded.rewards.errors + (graded.baseline.errors if graded.baseline else [])
-    refuse_ungraded(run, sums["invalid"], spec.data.train_batch_size * spec.rollout.n, errors)
-    _refuse_failed(run, sums["failed"], sums["response_length.n"], graded)
+    refuse_ungraded(run, sums["reward/num_errors"], spec.data.train_batch_size * spec.rollout.n, errors)
+    _refuse_failed(run, sums["episode/num_failed"], sums["response_length.n"], graded)
     metrics = episode_metrics(sums, compares_siblings=spec.algorithm.estimator_needs("group_ids"))
     if has_ages:
         metrics |= age_metrics(sums)
@@ -119,11 +119,11 @@ def _refuse_failed(run: Run, num_failed: float, num_whole: float, graded: Graded
 def episode_sums(graded: Graded, policy_version: int, max_prompt_length: int) -> Sums:
     """Sums over the episodes that this rank sampled; `policy_version` is the trainer's.
 
-    Moments: `score` of the graded ones, `response_length` and `prompt_length` in tokens, `staleness` in
-    optimizer updates between the weights that sampled the oldest token and the trained policy, and
-    `term.NAME` per term of the reward. Counts: full_prompts, truncated, aborted, invalid, timeouts, failed
-    by faults of the environment (which are in no other sum), groups, and flat_groups, whose grades (without
-    the overlong penalty) are equal.
+    Moments: `critic/score` of the graded ones, `response_length` and `prompt_length` in tokens, `staleness`
+    in optimizer updates between the weights that sampled the oldest token and the trained policy, and
+    `term.NAME` per term of the reward. Counts: those that are metrics themselves, `errors.NAME` per term,
+    full_prompts, truncated, groups, and flat_groups, whose grades (without the overlong penalty) are equal.
+    Episodes that failed by faults of the environment are in `episode/num_failed` only.
     """
     rewards, whole = graded.rewards, _whole(graded)
     valid = graded.valid & torch.tensor([not episode.error for episode in graded.episodes], dtype=torch.bool)
@@ -131,7 +131,7 @@ def episode_sums(graded: Graded, policy_version: int, max_prompt_length: int) ->
     prompts = _column(len(episode.task.prompt_ids) for episode in whole)
     groups = torch.tensor([episode.task.group_id for episode in graded.episodes], dtype=torch.int64)[valid]
     spread = has_spread(rewards.graded[valid], groups)
-    sums = moments("score", rewards.scores[valid]) | moments("prompt_length", prompts)
+    sums = moments("critic/score", rewards.scores[valid]) | moments("prompt_length", prompts)
     sums |= moments("response_length", _column(episode.num_sampled for episode in whole))
     sums |= moments("staleness", ages_of(whole, policy_version))
     for term, scores in rewards.parts.items():
@@ -139,10 +139,10 @@ def episode_sums(graded: Graded, policy_version: int, max_prompt_length: int) ->
     numbers = {
         "full_prompts": int((prompts >= max_prompt_length).sum()),
         "truncated": sum(episode.truncated for episode in whole),
-        "aborted": num_aborted,
-        "invalid": len(whole) - num_aborted - int(valid.sum()),
-        "timeouts": sum(rewards.timeouts.values()),
-        "failed": len(graded.episodes) - len(whole),
+        "response/num_aborted": num_aborted,
+        "reward/num_errors": len(whole) - num_aborted - int(valid.sum()),
+        "reward/num_timeouts": sum(rewards.timeouts.values()),
+        "episode/num_failed": len(graded.episodes) - len(whole),
         "groups": num_groups,
         "flat_groups": num_groups - len(set(groups[spread].tolist())),
     }
@@ -164,8 +164,9 @@ def episode_metrics(sums: HostSums, *, compares_siblings: bool) -> dict[str, flo
 
     `reward/zero_spread_groups` is included only if the estimator compares the responses of a group.
     """
-    names = {"critic/score": "score"} | {name: name for name in ("response_length", "prompt_length")}
-    metrics = _extremes(sums, names)
+    metrics = _extremes(sums, "critic/score", "response_length", "prompt_length")
+    counted = ("response/num_aborted", "reward/num_errors", "reward/num_timeouts")
+    metrics |= {key: sums[key] for key in counted}
     terms = [name.removeprefix("errors.") for name in sums if name.startswith("errors.")]
     for term in terms if len(terms) > 1 else ():  # one term equals `critic/score`
         metrics[f"reward/{term}/mean"] = Moments.read(sums, f"term.{term}").mean
@@ -176,22 +177,19 @@ def episode_metrics(sums: HostSums, *, compares_siblings: bool) -> dict[str, flo
     return metrics | {
         "response_length/clip_ratio": ratio(sums["truncated"], lengths.count),
         "prompt_length/clip_ratio": ratio(sums["full_prompts"], lengths.count),
-        "response/num_aborted": sums["aborted"],
-        "reward/num_errors": sums["invalid"],
-        "reward/num_timeouts": sums["timeouts"],
-        "reward/error_fraction": ratio(sums["invalid"], lengths.count),
+        "reward/error_fraction": ratio(sums["reward/num_errors"], lengths.count),
         "training/staleness_mean": staleness.mean,
         "training/staleness_max": staleness.max,
         "perf/total_num_tokens": lengths.total + sums["prompt_length.x"],
     }
 
 
-def _extremes(sums: HostSums, names: Mapping[str, str]) -> dict[str, float]:
-    """Mean, largest and smallest value of moments, by the name of the metric, of those that there are."""
+def _extremes(sums: HostSums, *names: str) -> dict[str, float]:
+    """Mean, largest and smallest value of moments, of those that there are."""
     metrics: dict[str, float] = {}
-    for name, key in names.items():
-        if f"{key}.n" in sums:
-            values = Moments.read(sums, key)
+    for name in names:
+        if f"{name}.n" in sums:
+            values = Moments.read(sums, name)
             metrics |= {f"{name}/mean": values.mean, f"{name}/max": values.max, f"{name}/min": values.min}
     return metrics
 
@@ -209,9 +207,10 @@ def ages_of(episodes: Sequence[Episode], policy_version: int) -> Tensor:
 def age_sums(graded: Graded, policy_version: int, limit: int | None) -> Sums:
     """Sums over the graded episodes that this rank sampled, by age.
 
-    Moments: `age` per token, and with a limit, for the episodes `older` than it and those `within` it,
-    `length` in sampled tokens, `score`, and `prompt_score`, the mean score of the group's graded episodes.
-    Counts: `aged` episodes, and `mixed` ones, whose tokens were sampled by more than one version.
+    Moments: `age` per token, and with a limit, for the episodes `age/older_…` than it and those
+    `age/within_…` it, `length` in sampled tokens, `score`, and `prompt_score`, the mean score of the group's
+    graded episodes. Counts: `aged` episodes, and `mixed` ones, whose tokens were sampled by more than one
+    version.
     """
     places = graded.valid.nonzero().squeeze(1)
     episodes = [graded.episodes[place] for place in places.tolist()]
@@ -231,7 +230,8 @@ def age_sums(graded: Graded, policy_version: int, limit: int | None) -> Sums:
     }
     is_older = ages_of(episodes, policy_version) > limit
     for name, values in columns.items():
-        sums |= moments(f"older.{name}", values, is_older) | moments(f"within.{name}", values, ~is_older)
+        sums |= moments(f"age/older_{name}", values, is_older)
+        sums |= moments(f"age/within_{name}", values, ~is_older)
     return sums
 
 
@@ -241,28 +241,24 @@ def age_metrics(sums: HostSums) -> dict[str, float]:
         "age/token_mean": Moments.read(sums, "age").mean,
         "age/mixed_episodes": ratio(sums["mixed"], sums["aged"]),
     }
-    if "older.length.n" not in sums:
-        return metrics
-    metrics["age/older_episodes"] = sums["older.length.n"]
-    for part in ("older", "within"):
-        if sums[f"{part}.length.n"]:
-            for name in ("length", "score", "prompt_score"):
-                metrics[f"age/{part}_{name}"] = Moments.read(sums, f"{part}.{name}").mean
-    return metrics
+    if "age/older_length.n" in sums:
+        metrics["age/older_episodes"] = sums["age/older_length.n"]
+    described = [key.removesuffix(".n") for key in sums if key.startswith("age/") and key.endswith(".n")]
+    return metrics | {key: Moments.read(sums, key).mean for key in described if sums[f"{key}.n"]}
 
 
 def environment_sums(graded: Graded, names: Iterable[str]) -> Sums:
     """Sums over the episodes of environments that this rank sampled, without those that failed.
 
-    Moments of their metrics with these names, the same on every rank; a number that an episode does not have
-    is left out. Counts: `stop.REASON`, and `observed` tokens, which follow the first sampled token of their
-    sequence and were not sampled.
+    Moments of their metrics with these names, the same on every rank, as `episode/NAME`; a number that an
+    episode does not have is left out. Counts: `stop.REASON`, and `observed` tokens, which follow the first
+    sampled token of their sequence and were not sampled.
     """
     whole = _whole(graded)
     sums: Sums = {}
     for name in names:
         found = _column(episode.metrics[name] for episode in whole if name in episode.metrics)
-        sums |= moments(f"environment.{name}", found)
+        sums |= moments(f"episode/{name}", found)
     sampled = [sequence.sampled for episode in whole for sequence in episode.sequences]
     observed = sum(int((~flags & (flags.cumsum(0) > 0)).sum()) for flags in sampled)
     stops = {f"stop.{reason}": sum(e.stop_reason == reason for e in whole) for reason in STOP_REASONS}
@@ -272,17 +268,16 @@ def environment_sums(graded: Graded, names: Iterable[str]) -> Sums:
 def environment_metrics(sums: HostSums) -> dict[str, float]:
     """`episode/*` of the whole batch, from `environment_sums` and `episode_sums`."""
     metrics: dict[str, float] = {}
-    prefix = "environment."
-    for name in (key[len(prefix) : -2] for key in sums if key.startswith(prefix) and key.endswith(".n")):
-        values = Moments.read(sums, f"environment.{name}")
-        metrics[f"episode/{name}/mean" if name in _WITH_MAX else f"episode/{name}"] = values.mean
-        if name in _WITH_MAX:
-            metrics[f"episode/{name}/max"] = values.max
+    for key in [key.removesuffix(".n") for key in sums if key.startswith("episode/") and key.endswith(".n")]:
+        values = Moments.read(sums, key)
+        metrics[f"{key}/mean" if key in _WITH_MAX else key] = values.mean
+        if key in _WITH_MAX:
+            metrics[f"{key}/max"] = values.max
     sampled = Moments.read(sums, "response_length")
     for reason in STOP_REASONS:
         metrics[f"episode/stop/{reason}"] = ratio(sums[f"stop.{reason}"], sampled.count)
     return metrics | {
-        "episode/num_failed": sums["failed"],
+        "episode/num_failed": sums["episode/num_failed"],
         "episode/observation_fraction": ratio(sums["observed"], sums["observed"] + sampled.total),
     }
 
@@ -291,32 +286,27 @@ def environment_metrics(sums: HostSums) -> dict[str, float]:
 
 
 def token_sums(batch: TokenBatch) -> Sums:
-    """Moments of what this rank trains on: `reward` per episode, `advantage`, `value`, `return` per token.
+    """Moments of what this rank trains on: rewards per episode, advantages, values and returns per token.
 
-    With routing replay also `live_routed`, the number of tokens whose experts the engine did not report; the
-    last one of a sequence, which is not read, does not count.
+    With routing replay also the number of tokens whose experts the engine did not report; the last one of a
+    sequence, which is not read, does not count.
     """
     assert batch.advantages is not None
-    sums = moments("reward", batch.units.episode.sum(batch.rewards)) | moments("advantage", batch.advantages)
+    sums = moments("critic/rewards", batch.units.episode.sum(batch.rewards))
+    sums |= moments("critic/advantages", batch.advantages)
     if batch.values is not None and batch.returns is not None:
-        sums |= moments("value", batch.values) | moments("return", batch.returns)
+        sums |= moments("critic/values", batch.values) | moments("critic/returns", batch.returns)
     if batch.experts is not None:
         is_live = (batch.experts < 0).flatten(1).all(1)
         is_last = batch.sequences.places + 1 == batch.sequences.spread(batch.lengths)
-        sums["live_routed"] = (is_live & ~is_last).double().sum()
+        sums["actor/live_routed_tokens"] = (is_live & ~is_last).double().sum()
     return sums
 
 
 def token_metrics(sums: HostSums) -> dict[str, float]:
     """Metrics of the batch, under verl's names, from `token_sums`."""
-    names = {
-        "critic/rewards": "reward",
-        "critic/advantages": "advantage",
-        "critic/values": "value",
-        "critic/returns": "return",
-    }
-    routed = {"actor/live_routed_tokens": sums["live_routed"]} if "live_routed" in sums else {}
-    return _extremes(sums, names) | routed
+    found = _extremes(sums, "critic/rewards", "critic/advantages", "critic/values", "critic/returns")
+    return found | {key: sums[key] for key in ("actor/live_routed_tokens",) if key in sums}
 
 
 def turn_sums(batch: TokenBatch, training_log_probs: Tensor) -> Sums:

@@ -124,10 +124,9 @@ class _MiniResult:
 
 @dataclass(frozen=True, slots=True)
 class _Part:
-    """A micro-batch, and the indices of its episodes, tokens and responses in its mini-batch."""
+    """A micro-batch, and the indices of its tokens and responses in its mini-batch."""
 
     batch: TokenBatch
-    episodes: Tensor
     tokens: Tensor
     responses: Tensor
 
@@ -164,13 +163,11 @@ class MiniBatch:
         if settings.vanishes_without_advantage and batch.advantages is not None:
             no_gradient = ~batch.units.episode.any(batch.advantages != 0.0)
         sizes = settings.actor.ppo_micro_batch_size_per_gpu, settings.micro_tokens
-        parts = [
-            _Part(batch.pick(episodes), episodes, *_indices(batch, episodes, settings))
-            for episodes in micro_batches(batch, *sizes, first=no_gradient)
-        ]
+        cuts = micro_batches(batch, *sizes, first=no_gradient)
+        parts = [_Part(batch.pick(episodes), *_indices(batch, episodes, settings)) for episodes in cuts]
         count, forward_only = num_passes(len(parts), ranks), 0
         if no_gradient is not None and count > 1:
-            needed = [place for place, part in enumerate(parts) if not no_gradient[part.episodes].all()]
+            needed = [place for place, episodes in enumerate(cuts) if not no_gradient[episodes].all()]
             last = count - 1  # the step needs the backward pass of the last one
             forward_only = int(ranks.min(float(min([*needed, last]))))
         idle = idle_inputs(batch.token_ids.device)

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from rlctl.batch import Task, TokenBatch
-from rlctl.engine.log_probs import PolicyModule, policy_output
+from rlctl.engine.log_probs import PolicyModule
 from rlctl.environment.single_turn import sample_episodes
 from rlctl.rollout.hf import HFRollout
 from rlctl.rollout.protocol import Sampling
@@ -48,7 +48,7 @@ def policy_of(model, temperature: float, way: str = "packed") -> PolicyModule:
 
 def gaps(model, batch: TokenBatch, temperature: float, way: str = "packed"):
     with torch.no_grad():
-        output = policy_output(policy_of(model, temperature, way), batch.inputs)
+        output = policy_of(model, temperature, way)(batch.inputs)
     return (output.log_probs - batch.rollout_log_probs).abs()
 
 
@@ -95,7 +95,7 @@ def test_episodes_in_any_order_take_their_sets_along(model) -> None:
 def test_entropy_and_collision_are_of_the_restricted_policy_too(model) -> None:
     rollouts = sample(model, TRUNCATED["top-k"])
     policy = policy_of(model, 1.0)
-    output = policy_output(policy, rollouts.inputs, entropy_grad=True, sum_pi_squared=True)
+    output = policy(rollouts.inputs, entropy_grad=True, sum_pi_squared=True)
     entropy, squares = output.entropy, output.sum_pi_squared
     assert (entropy <= torch.tensor(3.0).log() + 1e-6).all()
     assert (squares >= 1 / 3 - 1e-6).all()

@@ -15,7 +15,7 @@ from rlctl.algos.correction import bound
 from rlctl.algos.rules import WeightRule
 from rlctl.algos.score_centering import expected_score, score_factors
 from rlctl.batch import Episode, Sequence, Task, TokenBatch, TokenLists, Turn
-from rlctl.engine.log_probs import PolicyModule, policy_output
+from rlctl.engine.log_probs import PolicyModule
 from rlctl.engine.ranks import Ranks
 from rlctl.errors import SpecError, UsageError
 from rlctl.rollout.hf import HFRollout
@@ -223,7 +223,7 @@ def test_sampler_and_trainer_list_the_same(monkeypatch, way) -> None:
     policy.head.is_linear = way != "model's own head"
     for part in (whole, whole.pick([30, 3, 17, 3]), whole.pick(range(7, 20))):
         with torch.no_grad():
-            found = policy_output(policy, part.inputs)
+            found = policy(part.inputs)
         ids, log_probs = part.most_likely.padded()
         torch.testing.assert_close(found.most_likely, log_probs, atol=1e-5, rtol=0)
         assert (log_probs.diff() <= 0).all()  # the most likely first

@@ -66,7 +66,7 @@ def tokens_read(module: PolicyModule, inputs: ModelInputs) -> tuple[list[int], t
     counts: list[int] = []
     embedding = module.model.get_input_embeddings()
     hook = embedding.register_forward_hook(lambda _module, given, _output: counts.append(given[0].numel()))
-    log_probs, _ = module(inputs)
+    log_probs, *_ = module(inputs)
     hook.remove()
     return counts, log_probs
 

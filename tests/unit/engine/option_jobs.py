@@ -6,7 +6,7 @@ import torch
 
 from rlctl.engine.deepspeed import DeepSpeedCritic, DeepSpeedEngine
 from rlctl.engine.deepspeed_setup import keeping_buffers
-from rlctl.engine.log_probs import PolicyModule, policy_output
+from rlctl.engine.log_probs import PolicyModule
 from rlctl.engine.lora import add_lora
 from rlctl.engine.ranks import Ranks
 from rlctl.errors import UsageError
@@ -100,7 +100,7 @@ def accumulated(ranks: Ranks, cases: list[Case], micro_batches: int):
     weights = list(module.parameters())
     sums = [torch.zeros_like(weight, dtype=torch.float32) for weight in weights]
     for part in parts:
-        output = policy_output(module, part.inputs)
+        output = module(part.inputs)
         loss = -(output.log_probs * part.advantages).sum() / tokens
         for total, gradient in zip(sums, torch.autograd.grad(loss, weights), strict=True):
             total.add_(gradient)

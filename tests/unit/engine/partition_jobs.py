@@ -13,7 +13,7 @@ from rlctl.engine.deepspeed import (
     DeepSpeedCritic,
     DeepSpeedEngine,
     FrozenPolicy,
-    PartitionedLoading,
+    load_partitioned,
 )
 from rlctl.engine.deepspeed_setup import Settings, frozen_settings
 from rlctl.engine.lora import add_lora
@@ -60,7 +60,7 @@ def read(directory: str, given: Settings, *, whole: bool):
         return AutoModelForCausalLM.from_pretrained(directory, dtype=given["dtype"])
 
     with Held() as held, PeakMemory() as memory:
-        model = load() if whole else PartitionedLoading(given)(load, AutoConfig.from_pretrained(directory))
+        model = load() if whole else load_partitioned(given, load, AutoConfig.from_pretrained(directory))
     return model, held.peak, memory.peak
 
 

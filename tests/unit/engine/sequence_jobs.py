@@ -100,7 +100,7 @@ def flash(ranks: Ranks):
                 use_flash(model, patched)
             module = PolicyModule(model, 1.0, share_prompts=False, sequence=sequence)
             recompute_layers(model)
-            log_probs, _ = module(batch_of(a_model()).inputs)
+            log_probs, *_ = module(batch_of(a_model()).inputs)
             log_probs.square().sum().backward()
         gradients = torch.cat([parameter.grad.flatten() for parameter in model.parameters()])
         if sequence:

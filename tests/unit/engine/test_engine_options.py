@@ -80,7 +80,7 @@ def saved_bytes(module: PolicyModule) -> tuple[int, dict[str, torch.Tensor]]:
         return tensor
 
     with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
-        log_probs, _ = module(batch.inputs)
+        log_probs, *_ = module(batch.inputs)
         num_bytes = sum(kept.values())
         (log_probs * batch.advantages).sum().backward()
     return num_bytes, {name: parameter.grad for name, parameter in module.named_parameters()}

@@ -203,7 +203,7 @@ def test_recurrent_models_read_whole_rows(kind: str) -> None:
     assert not can_pack(body_of(model))
     assert not can_share_prefix(model)
     inputs = inputs_of(2, 1)
-    log_probs, _ = PolicyModule(model, 0.7)(inputs)
+    log_probs, *_ = PolicyModule(model, 0.7)(inputs)
     torch.testing.assert_close(log_probs, separately(model, inputs, 0.7), rtol=1e-4, atol=1e-4)
 
 
@@ -241,7 +241,7 @@ def test_padding_on_the_right_is_never_read() -> None:
         if name.endswith("bias"):
             torch.nn.init.normal_(parameter)
     inputs = inputs_of(2, 1)
-    log_probs, _ = PolicyModule(model, 0.7)(inputs)
+    log_probs, *_ = PolicyModule(model, 0.7)(inputs)
     torch.testing.assert_close(log_probs, separately(model, inputs, 0.7), rtol=1e-4, atol=1e-5)
 
 
@@ -257,7 +257,7 @@ def test_a_model_that_reads_later_tokens_is_refused(is_decoder: bool) -> None:
             PolicyModule(model, 1.0)
         return
     inputs = inputs_of(3, 1)
-    log_probs, _ = PolicyModule(model, 0.7)(inputs)
+    log_probs, *_ = PolicyModule(model, 0.7)(inputs)
     torch.testing.assert_close(log_probs, separately(model, inputs, 0.7), rtol=1e-4, atol=1e-5)
 
 
@@ -307,12 +307,12 @@ def test_nothing_scored_has_a_gradient_of_zero(how: str) -> None:
         ModelInputs(inputs.token_ids[:0], inputs.scored[:0], inputs.lengths[:0]),
     ):
         module.zero_grad()
-        log_probs, entropy = module(given, entropy_grad=True)
+        log_probs, entropy, *_ = module(given, entropy_grad=True)
         assert log_probs.shape == entropy.shape == (0,)
         (log_probs.sum() + entropy.sum()).backward()
         assert not any(parameter.grad.any() for parameter in module.parameters())
     module.zero_grad()
-    log_probs, _ = module(idle_inputs())
+    log_probs, *_ = module(idle_inputs())
     assert log_probs.shape == (1,)
     (0.0 * log_probs.sum()).backward()
     assert not any(parameter.grad.any() for parameter in module.parameters())

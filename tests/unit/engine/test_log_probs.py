@@ -41,7 +41,7 @@ def test_equal_to_full_log_softmax(kind: str, tied: bool, temperature: float, nu
     wanted = gradients(model)
     model.zero_grad()
 
-    log_probs, ours = forward(policy, batch, num_chunks)
+    log_probs, ours, *_ = forward(policy, batch, num_chunks)
     assert log_probs.dtype == ours.dtype == torch.float32
     assert not ours.requires_grad
     torch.testing.assert_close(log_probs.double(), expected, rtol=1e-5, atol=2e-6)
@@ -69,7 +69,7 @@ def test_entropy_with_gradient_and_collision_probability(
 
     asked = {"entropy_grad": True, "sum_pi_squared": True}
     policy = PolicyModule(model, temperature)
-    _, entropy, squared = forward(policy, batch, num_chunks, **asked)
+    _, entropy, squared, *_ = forward(policy, batch, num_chunks, **asked)
     entropy.mul(batch.advantages).sum().backward()
     got = gradients(model)
     assert got.keys() == wanted.keys()
@@ -79,7 +79,7 @@ def test_entropy_with_gradient_and_collision_probability(
     expected = naive_sum_pi_squared(model, batch, temperature)
     torch.testing.assert_close(squared.double(), expected, rtol=1e-5, atol=2e-6)
     with torch.no_grad():
-        assert not any(values.requires_grad for values in forward(policy, batch, num_chunks, **asked))
+        assert not any(values.requires_grad for values in forward(policy, batch, num_chunks, **asked)[:3])
 
 
 def naive_sum_pi_squared(model, batch, temperature: float) -> torch.Tensor:
@@ -102,7 +102,7 @@ def test_a_soft_cap_that_does_not_act_yet_is_found() -> None:
     policy = PolicyModule(model, 1.0)
     assert not policy.head.is_linear
     model.lm_head.weight.data *= 300.0  # tied to the embedding, which the model normalises
-    found, _ = forward(policy, batch)
+    found, *_ = forward(policy, batch)
     torch.testing.assert_close(found.double(), naive_log_probs(model, batch)[0], rtol=1e-5, atol=2e-6)
 
 
@@ -117,7 +117,7 @@ def test_weights_that_are_not_numbers_are_named() -> None:
 def test_wrong_temperature_would_show() -> None:
     model = tiny_model()
     batch = tiny_batch(model)
-    log_probs, _ = forward(PolicyModule(model, 0.6), batch)
+    log_probs, *_ = forward(PolicyModule(model, 0.6), batch)
     assert (log_probs - naive_log_probs(model, batch)[0]).abs().max() > 0.1
 
 
@@ -125,17 +125,17 @@ def test_tokens_that_are_read_and_not_scored() -> None:
     """As of a tool's output inside a response: attention reads them, log-probs are of the others alone."""
     model = tiny_model()
     batch = tiny_batch(model, 6, lengths=[6, 6, 5, 4, 6, 3])
-    whole, _ = forward(PolicyModule(model, 1.0), batch)
+    whole, *_ = forward(PolicyModule(model, 1.0), batch)
     places = batch.units.sequence.places
     scored = batch.sampled.clone()
     scored[batch.sampled.nonzero().squeeze(1)[(places == 1) | (places == 2)]] = False
-    log_probs, _ = PolicyModule(model, 1.0)(replace(batch.inputs, scored=scored))
+    log_probs, *_ = PolicyModule(model, 1.0)(replace(batch.inputs, scored=scored))
     torch.testing.assert_close(log_probs, whole[(places < 1) | (places > 2)], rtol=1e-5, atol=1e-6)
 
 
 def test_a_batch_without_sampled_tokens_still_backpropagates() -> None:
     model = tiny_model()
-    log_probs, entropy = forward(PolicyModule(model, 1.0), tiny_batch(model, 2, lengths=[0, 0]))
+    log_probs, entropy, *_ = forward(PolicyModule(model, 1.0), tiny_batch(model, 2, lengths=[0, 0]))
     assert log_probs.shape == entropy.shape == (0,)
     log_probs.sum().backward()
     assert not any(g.any() for g in gradients(model).values())
@@ -164,7 +164,7 @@ def test_float32_logits_stay_small(monkeypatch: pytest.MonkeyPatch) -> None:
             return result
 
     with Watch():
-        log_probs, _ = policy(batch.inputs)
+        log_probs, *_ = policy(batch.inputs)
         log_probs.sum().backward()
     assert seen
     assert max(seen) <= limit + vocabulary
@@ -200,7 +200,8 @@ def test_the_most_likely_tokens_and_all_others(kind: str, num_chunks: int, restr
         return (logits / 0.7).log_softmax(-1)
 
     with torch.no_grad():
-        own, _, listed = forward(PolicyModule(teacher, 0.7), batch, num_chunks, top_k=(4, 20))
+        output = forward(PolicyModule(teacher, 0.7), batch, num_chunks, top_k=(4, 20))
+        own, listed = output.log_probs, output.most_likely
         wanted = full(teacher)
     chosen = wanted.gather(1, batch.inputs.tokens[:, None]).squeeze(1)
     torch.testing.assert_close(own.double(), chosen, rtol=1e-5, atol=2e-6)
@@ -213,7 +214,7 @@ def test_the_most_likely_tokens_and_all_others(kind: str, num_chunks: int, restr
 
     lists = TokenLists(torch.full((count,), 4), ids.flatten(), log_probs.flatten())
     batch = replace(batch, teacher_top_k=lists)
-    *_, found = forward(PolicyModule(model, 0.7), batch, num_chunks, tail=True)
+    found = forward(PolicyModule(model, 0.7), batch, num_chunks, tail=True).most_likely
     factors = torch.randn(found.shape, generator=torch.Generator().manual_seed(2))
     expected = full(model).exp()
     expected = torch.cat([expected.gather(1, ids), (expected * rest).sum(1, keepdim=True)], 1)

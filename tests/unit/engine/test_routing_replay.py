@@ -14,7 +14,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from rlctl.batch import TokenBatch
 from rlctl.engine import layout
 from rlctl.engine.deepspeed_setup import recompute_layers
-from rlctl.engine.log_probs import PolicyModule, policy_output
+from rlctl.engine.log_probs import PolicyModule
 from rlctl.errors import RunFailure, UsageError
 from rlctl.routing import Mixture, Routing
 from rlctl.train.step_metrics import token_sums
@@ -162,7 +162,7 @@ def test_tokens_without_experts_are_routed_by_the_trainer() -> None:
     wanted, _ = one_by_one(model, batch)
     torch.testing.assert_close(PolicyModule(model, 0.7)(batch.inputs)[0], wanted, rtol=1e-5, atol=5e-6)
     scored = replace(batch, rewards=torch.zeros(len(batch.turns)), advantages=torch.zeros(len(batch.turns)))
-    assert token_sums(scored)["live_routed"] == sum(len(prompt) - 1 for prompt in PROMPTS)
+    assert token_sums(scored)["actor/live_routed_tokens"] == sum(len(prompt) - 1 for prompt in PROMPTS)
     none = batch_of(requests, [replace(turns[0], experts=None), *turns[1:]])
     wanted, _ = one_by_one(model, none)
     torch.testing.assert_close(PolicyModule(model, 0.7)(none.inputs)[0], wanted, rtol=1e-5, atol=5e-6)
@@ -193,9 +193,9 @@ def test_the_balancing_loss_counts_the_experts_that_were_used() -> None:
     module = PolicyModule(model, 0.7)
     predicting = batch.sampled.roll(-1)
     used = functional.one_hot(batch.experts[predicting].long(), EXPERTS).sum(-2).float().mean(1)
-    output = policy_output(module, batch.inputs, routing=True)
+    output = module(batch.inputs, routing=True)
     torch.testing.assert_close(output.routing[:, EXPERTS:], used)
-    live = policy_output(module, replace(batch.inputs, experts=None), routing=True)
+    live = module(replace(batch.inputs, experts=None), routing=True)
     assert not torch.equal(live.routing[:, EXPERTS:], used)
 
 

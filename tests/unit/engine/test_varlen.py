@@ -84,7 +84,7 @@ def a_batch(lengths: list[int]) -> ModelInputs:
 
 def answers(module: PolicyModule, inputs: ModelInputs) -> list[Tensor]:
     """Log-probs and all gradients of their sum."""
-    log_probs, _ = module(inputs)
+    log_probs, *_ = module(inputs)
     parameters = [p for p in module.model.parameters() if p.requires_grad]
     return [log_probs.detach(), *torch.autograd.grad(log_probs.sum(), parameters, allow_unused=True)]
 

@@ -174,8 +174,9 @@ def test_failed_episodes_are_counted_and_in_no_other_metric() -> None:
     graded = graded_of(lambda _, group, member: (group == 0 and member == 2) or (group == 3 and member > 0))
     whole = [e for e in graded.episodes if not e.error]
     host = {name: float(value) for name, value in episode_sums(graded, 0, 10).items()}
-    assert host["failed"] == 4.0
-    assert (host["invalid"], host["aborted"], host["groups"], host["flat_groups"]) == (0.0, 0.0, 3.0, 0.0)
+    assert host["episode/num_failed"] == 4.0
+    assert (host["reward/num_errors"], host["response/num_aborted"]) == (0.0, 0.0)
+    assert (host["groups"], host["flat_groups"]) == (3.0, 0.0)
     metrics = episode_metrics(host, compares_siblings=True)
     assert metrics["response_length/mean"] == sum(e.num_sampled for e in whole) / 8
     assert metrics["critic/score/mean"] == pytest.approx((0 + 1 + 3 + 3) / 8)
@@ -228,7 +229,7 @@ def test_mismatch_by_turn() -> None:
 def test_an_episode_without_a_turn_can_be_counted() -> None:
     failed = Episode(task_of(), 0, (), "", "environment_error", error="refused")
     graded = Graded([(failed,)], RewardResult(torch.zeros(1), torch.zeros(1, dtype=torch.bool)), None, {})
-    assert episode_sums(graded, 0, 10)["failed"] == 1.0
+    assert episode_sums(graded, 0, 10)["episode/num_failed"] == 1.0
     assert environment_sums(graded, [])["observed"] == 0.0
     assert train_batch(SPEC, ALONE, graded, 0).num_episodes == 0
 

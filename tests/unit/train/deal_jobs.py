@@ -9,7 +9,7 @@ import torch
 from rlctl.algos.segments import Segments
 from rlctl.batch import TokenBatch, TokenLists
 from rlctl.engine.deepspeed import DeepSpeedEngine
-from rlctl.engine.log_probs import PolicyModule, policy_output
+from rlctl.engine.log_probs import PolicyModule
 from rlctl.engine.ranks import Ranks
 from rlctl.train.deal import deal
 from rlctl.train.update import update
@@ -86,7 +86,7 @@ def with_kept(batch: TokenBatch) -> TokenBatch:
     restricted = replace(batch, kept=TokenLists(sizes.int(), ids.int()))
     module = PolicyModule(tiny_model(), 1.0)
     with torch.no_grad():
-        own, other = (policy_output(module, x.inputs).log_probs for x in (restricted, batch))
+        own, other = (module(x.inputs).log_probs for x in (restricted, batch))
     policies = {
         name: getattr(batch, name) + own - other
         for name in ("rollout_log_probs", "old_log_probs", "ref_log_probs")

@@ -11,7 +11,7 @@ import torch
 
 from rlctl.algos.segments import HostSums, Sums
 from rlctl.batch import Task, TokenBatch
-from rlctl.engine.log_probs import PolicyModule, policy_output
+from rlctl.engine.log_probs import PolicyModule
 from rlctl.engine.ranks import Ranks
 from rlctl.engine.values import ValueModule
 from rlctl.environment.single_turn import sample_episodes
@@ -84,7 +84,7 @@ def test_advantages_and_metrics(estimator: str, move: Move) -> None:
     scored, algorithm = move(scored_batch()), algorithm_of(estimator, use_kl_in_reward=True)
     scored, _, _ = with_penalties(scored, algorithm, kl_controller(algorithm), RANKS)
     batch = with_advantages(scored, algorithm, RANKS)
-    assert RANKS.all_reduce(token_sums(batch))["reward.n"] == ROWS
+    assert RANKS.all_reduce(token_sums(batch))["critic/rewards.n"] == ROWS
 
 
 @pytest.mark.parametrize(
@@ -102,7 +102,7 @@ def test_sampling_scoring_grading_and_dumps(
     batch = TokenBatch.of(episodes, DEVICE)
     assert isinstance(batch.token_ids, Placed)
     monkeypatch.setattr("rlctl.engine.log_probs.logits_at_once", lambda _: 40)
-    found = policy_output(PolicyModule(move(random_model(1)), 1.0), batch.inputs, sum_pi_squared=True)
+    found = PolicyModule(move(random_model(1)), 1.0)(batch.inputs, sum_pi_squared=True)
     found.log_probs.sum().backward()
     assert isinstance(found.log_probs, Placed)
     critic = move(ValueModule(move(random_model(1))))

@@ -11,7 +11,6 @@ import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 from transformers.models.qwen3_moe.modeling_qwen3_moe import load_balancing_loss_func
 
-from rlctl.engine.log_probs import policy_output
 from rlctl.errors import SpecError, UsageError
 from rlctl.spec.load import load_spec
 from rlctl.train.update import update
@@ -48,7 +47,7 @@ def built(kind: str):
 class Engine(PlainEngine):
     def policy(self, inputs, **asked):
         self.num_forwards += 1
-        return policy_output(self.module, inputs, **asked)
+        return self.module(inputs, **asked)
 
 
 def batch_of(model):

@@ -440,7 +440,7 @@ class NaNPolicy(PlainEngine):
         lengths = inputs.lengths.tolist()
         is_bad = [any(torch.equal(ids, bad) for bad in self.bad) for ids in inputs.token_ids.split(lengths)]
         there = Segments(inputs.lengths).spread(torch.tensor(is_bad))[inputs.scored]
-        return replace(output, log_probs=torch.where(there, math.nan, 1.0) * output.log_probs)
+        return output._replace(log_probs=torch.where(there, math.nan, 1.0) * output.log_probs)
 
 
 @pytest.mark.parametrize("mode", [BYPASS | REINFORCE, BYPASS | CLIP, DECOUPLED | CLIP, DECOUPLED | REINFORCE])

@@ -10,7 +10,7 @@ import torch
 
 from rlctl.batch import ModelInputs, TokenBatch, TokenLists
 from rlctl.engine.deepspeed import DeepSpeedEngine
-from rlctl.engine.log_probs import PolicyModule, policy_output
+from rlctl.engine.log_probs import PolicyModule
 from rlctl.engine.protocol import PolicyOutput, StepResult
 from rlctl.engine.ranks import Ranks
 from rlctl.spec.algorithm import ActorSpec, RolloutCorrectionSpec
@@ -263,7 +263,7 @@ class PlainEngine:
 
     def policy(self, inputs: ModelInputs, *, entropy_grad=False, sum_pi_squared=False) -> PolicyOutput:
         self.num_forwards += 1
-        return policy_output(self.module, inputs, entropy_grad=entropy_grad, sum_pi_squared=sum_pi_squared)
+        return self.module(inputs, entropy_grad=entropy_grad, sum_pi_squared=sum_pi_squared)
 
     def backward(self, loss: torch.Tensor, *, last: bool) -> None:
         self.last.append(last)

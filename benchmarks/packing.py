@@ -132,7 +132,7 @@ def measure(kind: str, options: argparse.Namespace, actor: DeepSpeedEngine) -> d
             "cpu_s": statistics.median(seconds[cut, False]),
             "padded_cpu_s": statistics.median(seconds[cut, True]),
             "passes": len(
-                micro_batches(batch, settings.actor.ppo_micro_batch_size_per_gpu, settings.micro_tokens)
+                micro_batches(batch, settings.actor.ppo_micro_batch_size_per_gpu, settings.spec.pass_tokens)
             ),
             "layout": layouts[cut],
         }

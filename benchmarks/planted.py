@@ -364,7 +364,8 @@ def low_entropy_pays() -> None:
     PolicyEngine.policy = policy
 
     def wrong(spec: Any) -> UpdateSettings:
-        return replace(read(spec), actor=spec.actor.model_copy(update={"entropy_coeff": -2.0}))
+        actor = spec.actor.model_copy(update={"entropy_coeff": -2.0})
+        return replace(read(spec), spec=spec.model_copy(update={"actor": actor}))
 
     UpdateSettings.of = staticmethod(wrong)
 

@@ -11,8 +11,10 @@ import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any, ClassVar, Literal
+from typing import Any, ClassVar, Literal, TypeVar
 from unicodedata import category
+
+_Value = TypeVar("_Value")
 
 #: Substrings of torch's errors about exhausted host memory.
 _NO_HOST_MEMORY = ("not enough memory", "can't allocate memory", "Cannot allocate memory", "out of memory")
@@ -116,6 +118,12 @@ def failing_together(agree: Callable[[str], str]) -> Iterator[None]:
         raise failure
     if words:
         raise RunFailure(f"another rank failed: {words}")
+
+
+def known(value: _Value | None) -> _Value:
+    """A value that is set here, of a field that may be None elsewhere."""
+    assert value is not None
+    return value
 
 
 def visible(text: str, keep: str = "\n\t") -> str:

@@ -17,6 +17,7 @@ from rlctl.algos.kl import never_negative
 from rlctl.algos.losses import CLIP_OPTIONS, LossInputs, TokenLoss, clipped_surrogate
 from rlctl.algos.more_losses import LossParams, experimental_loss
 from rlctl.algos.rules import LossRule
+from rlctl.errors import known
 from rlctl.lazy import torch
 from rlctl.registry import POLICY_LOSSES
 
@@ -220,9 +221,8 @@ def _clip_and_choose(
 ) -> tuple[TokenLoss, Tensor]:
     """PPO's clipped loss, and the tokens in the range of covariances that it does not clip."""
     loss = clipped_surrogate(inputs.ratio, inputs.advantages, *rule.interval)
-    assert loss.clipped is not None
     covariance = _covariance(inputs, means)
-    return loss, (covariance > rule.params.low) & (covariance < rule.params.high) & ~loss.clipped
+    return loss, (covariance > rule.params.low) & (covariance < rule.params.high) & ~known(loss.clipped)
 
 
 def _survival(batch: WholeBatch, rule: LossRule) -> tuple[tuple[float, float], float]:

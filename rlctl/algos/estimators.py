@@ -14,7 +14,7 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
 from rlctl.algos.segments import Segments
-from rlctl.errors import RunFailure
+from rlctl.errors import RunFailure, known
 from rlctl.lazy import torch
 from rlctl.registry import ADVANTAGE_ESTIMATORS, PartInputs
 
@@ -242,10 +242,8 @@ def off_policy_optimal_baseline(inputs: AdvantageInputs) -> Tensor:
     The source uses the norm of the gradient of the parameters; here it is that of the logits, summed over
     tokens, as in `optimal_token_baseline`.
     """
-    assert inputs.score_norms is not None
-    assert inputs.sequence_weights is not None
-    norms = inputs.unit.sum(inputs.score_norms.double().clamp(min=0.0))
-    return weighted_baseline(inputs, inputs.sequence_weights.double().square() * norms)
+    norms = inputs.unit.sum(known(inputs.score_norms).double().clamp(min=0.0))
+    return weighted_baseline(inputs, known(inputs.sequence_weights).double().square() * norms)
 
 
 def weighted_baseline(inputs: AdvantageInputs, weights: Tensor) -> Tensor:
@@ -273,8 +271,7 @@ def remax(inputs: AdvantageInputs) -> Tensor:
 
     One advantage per episode.
     """
-    assert inputs.baseline_scores is not None
-    return (inputs.rewards - inputs.baseline_scores.double()).float()
+    return (inputs.rewards - known(inputs.baseline_scores).double()).float()
 
 
 @ADVANTAGE_ESTIMATORS.register(
@@ -318,9 +315,8 @@ def optimal_token_baseline(inputs: AdvantageInputs) -> Estimate:
     episode contributes at t if it has a token t. Where only one does, the baseline is 0, as in the authors'
     code: the tail of the longest episode keeps its plain return.
     """
-    assert inputs.score_norms is not None
     unit, group_ids = inputs.unit, inputs.group_ids
-    norms = inputs.score_norms.double().clamp(min=0.0)  # ≥ 0 except for rounding
+    norms = known(inputs.score_norms).double().clamp(min=0.0)  # ≥ 0 except for rounding
     plain = reward_to_go(inputs.token_rewards, unit, 1.0).double()
     returns, energy, present = (unit.padded(x) for x in (plain, unit.cumsum(norms), torch.ones_like(norms)))
     weighted, total, alive = (group_sums(x, group_ids) for x in (energy * returns, energy, present))
@@ -342,8 +338,8 @@ def gae(inputs: AdvantageInputs) -> Estimate:
 
     One advantage per token and the critic's targets, see `gae_recursion`.
     """
-    assert inputs.values is not None
-    plain, returns = gae_recursion(inputs.token_rewards, inputs.values, inputs.unit, *inputs.discounts)
+    values = known(inputs.values)
+    plain, returns = gae_recursion(inputs.token_rewards, values, inputs.unit, *inputs.discounts)
     return Estimate(whiten(plain), returns)
 
 

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 from pydantic import BaseModel, Field
 
 from rlctl.algos.more_losses import symmetric_binary_kl
+from rlctl.errors import known
 from rlctl.registry import CORRECTION_WEIGHTS, REJECTION_CRITERIA
 
 if TYPE_CHECKING:
@@ -212,5 +213,4 @@ def mult_prob_error(log_ratio: LogRatio, params: Any) -> Tensor:
 )
 def age(log_ratio: LogRatio, params: Any) -> Tensor:
     """The age of a response is that of its oldest token."""
-    assert log_ratio.age is not None
-    return log_ratio.unit.max(log_ratio.age)
+    return log_ratio.unit.max(known(log_ratio.age))

@@ -37,14 +37,13 @@ class TrainerState:
     Attributes:
         step: batches trained on.
         policy_version: optimizer updates so far.
-        world_size, zero_stage: how the engine's state is partitioned.
+        world_size: number of ranks that wrote it.
         kl_coef: coefficient of the KL penalty in the reward for the next batch; None: no penalty.
     """
 
     step: int
     policy_version: int
     world_size: int
-    zero_stage: int
     kl_coef: float | None = None
 
 
@@ -137,27 +136,25 @@ def publish(
 ) -> Checkpoint:
     """Syncs and renames `partial`; then removes old checkpoints (one rank, when all have written).
 
+    Call it in a context of `writing`, for its errors.
+
     Args:
         partial: the directory from `begin`.
         keep: number of newest checkpoints to keep, besides `best`; None: all.
         best: step of the checkpoint that is never removed.
         digests: file below `partial` → its SHA-256, already synced; other files are hashed here.
-
-    Raises:
-        RunFailure: the disk is full or the directory cannot be written; earlier checkpoints are intact.
     """
     final = root / f"{_PREFIX}{state.step:06d}"
-    with writing(root, state.step):
-        apply_umask(partial)
-        files = {**digests, **hash_share(partial, digests, 0, 1)}
-        manifest = partial / _MANIFEST
-        content = {"state": asdict(state), "sha256": files}
-        manifest.write_text(json.dumps(content | {"manifest_sha256": _digest(content)}, indent=1))
-        sync(manifest)
-        if final.exists():
-            shutil.rmtree(final)
-        partial.rename(final)
-        sync(root)
+    apply_umask(partial)
+    files = {**digests, **hash_share(partial, digests, 0, 1)}
+    manifest = partial / _MANIFEST
+    content = {"state": asdict(state), "sha256": files}
+    manifest.write_text(json.dumps(content | {"manifest_sha256": _digest(content)}, indent=1))
+    sync(manifest)
+    if final.exists():
+        shutil.rmtree(final)
+    partial.rename(final)
+    sync(root)
     if keep is not None:
         for step, path in _published(root)[:-keep]:
             if step != best:
@@ -269,6 +266,7 @@ def _read_manifest(path: Path) -> tuple[TrainerState, dict[str, str]]:
     digest = manifest.pop("manifest_sha256", None)
     if digest is not None and digest != _digest(manifest):
         raise ValueError("it differs from its checksum")
+    manifest["state"].pop("zero_stage", None)  # of older versions
     return TrainerState(**manifest["state"]), manifest["sha256"]
 
 

@@ -99,7 +99,7 @@ class _Engine(Engine):
     """A module under DeepSpeed: the common part of policy and critic; see `protocol.Trained`.
 
     Attributes:
-        zero_stage: the stage in effect, by which checkpoints are partitioned.
+        zero_stage: the stage in effect.
         scales_gradients: see `protocol.Trained`.
     """
 

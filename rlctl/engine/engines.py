@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from rlctl.engine.deepspeed_setup import Settings
     from rlctl.engine.ranks import Ranks
 
-_MEMBERS = ("plan", "backward", "step", "save", "load", "zero_stage", "scales_gradients")
+_MEMBERS = ("plan", "backward", "step", "save", "load", "scales_gradients")
 
 
 @dataclass(frozen=True, slots=True)

@@ -38,7 +38,6 @@ _STATE = "fsdp"
 class _Engine(Engine):
     """A module under FSDP2: the common part of policy and critic; see `protocol.Trained`."""
 
-    zero_stage = 3
     scales_gradients = True
 
     def __init__(

@@ -33,7 +33,7 @@ from torch.nn import functional
 
 from rlctl.algos.segments import Segments
 from rlctl.batch import ModelInputs
-from rlctl.errors import RunFailure
+from rlctl.errors import RunFailure, known
 from rlctl.prefix import (
     UNSUPPORTED,
     body_of,
@@ -389,9 +389,8 @@ def states_of(body: Any, rows: Rows) -> Tensor:
     if prefix:
         ids, mask, positions = (given[name] for name in ("input_ids", "attention_mask", "position_ids"))
         cache = shared_prefix(body, ids[:, :prefix], mask[:, :prefix].bool(), positions[:, :prefix])
-        assert cache is not None
         rest = {"input_ids": ids[:, prefix:], "position_ids": positions[:, prefix:]}
-        given = given | rest | {"past_key_values": cache, "use_cache": True}
+        given = given | rest | {"past_key_values": known(cache), "use_cache": True}
     states: Tensor = body(**given).last_hidden_state
     return states.flatten(0, 1).index_select(0, rows.states_at)
 

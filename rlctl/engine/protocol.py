@@ -54,11 +54,9 @@ class Trained(Protocol):
     """Common interface of actor and critic: backward, step, save.
 
     Attributes:
-        zero_stage: the stage in effect, by which checkpoints are partitioned.
         scales_gradients: whether `step` supports `grad_scale`.
     """
 
-    zero_stage: int
     scales_gradients: bool
 
     def plan(self, passes: Sequence[ModelInputs]) -> str:

@@ -15,6 +15,7 @@ from rlctl.algos.score_centering import expected_score
 from rlctl.algos.segments import Segments, Sums
 from rlctl.batch import TokenBatch
 from rlctl.engine.protocol import PolicyOutput
+from rlctl.errors import known
 from rlctl.routing import balance_loss
 from rlctl.train.settings import UpdateSettings
 
@@ -66,10 +67,10 @@ def actor_loss(
     unit = rules.segments(micro.units, "sequence")
     counted = keep if rules.loss_denominator == "after_rejection" else torch.ones_like(keep)
     counts, mode = (whole.num_tokens, whole.num_responses), settings.actor.loss_agg_mode
-    c = coefficients(mode, keep, counted, unit, *counts, horizon=settings.horizon)[keep]
-    assert micro.old_log_probs is not None
-    assert micro.advantages is not None
-    log_probs, old, advantages = (x[keep] for x in (output.log_probs, micro.old_log_probs, micro.advantages))
+    horizon = settings.spec.data.max_response_length
+    c = coefficients(mode, keep, counted, unit, *counts, horizon=horizon)[keep]
+    all_old = known(micro.old_log_probs)
+    log_probs, old, advantages = (x[keep] for x in (output.log_probs, all_old, known(micro.advantages)))
     kept_unit = unit.kept(keep)
     weights = correction.weights[keep] / whole.factor if settings.weights_are_applied else None
     policy = policy_loss(whole.loss, log_probs, old, advantages, kept_unit, weights)
@@ -82,9 +83,8 @@ def actor_loss(
     if settings.actor.entropy_coeff:
         loss = loss - settings.actor.entropy_coeff * (c * output.entropy[keep]).sum()
     if settings.kl_loss_type is not None:
-        assert micro.ref_log_probs is not None
         # Relative to π_rollout in both modes, because the tokens were sampled from it.
-        policies = (micro.ref_log_probs[keep], micro.rollout_log_probs[keep])
+        policies = (known(micro.ref_log_probs)[keep], micro.rollout_log_probs[keep])
         kl = (c * kl_loss(settings.kl_loss_type, log_probs, *policies, kept_unit)).sum()
         loss = loss + settings.actor.kl_loss_coef * kl
         sums["kl_loss"] = kl.detach()
@@ -95,8 +95,7 @@ def actor_loss(
             distance = distance * weights
         loss = loss + settings.teacher_kl_coef * (c * distance).sum()
     if whole.expert_counts is not None:
-        assert output.routing is not None
-        balance = balance_loss(output.routing, whole.expert_counts, whole.all_tokens)
+        balance = balance_loss(known(output.routing), whole.expert_counts, whole.all_tokens)
         loss = loss + settings.actor.router_aux_loss_coef * balance
         sums["router_aux_loss"] = balance.detach()
     for name, flags in (("clipped", policy.clipped), ("clipped_lower", policy.clipped_lower)):
@@ -110,7 +109,7 @@ def actor_loss(
         "nonfinite": nonfinite.sum(),
         "tokens": unit.lengths.sum(),
         "entropy": _total(output.entropy),
-        "ppo_kl": _total(micro.old_log_probs - output.log_probs),
+        "ppo_kl": _total(all_old - output.log_probs),
     }
     return loss, {name: value.double() for name, value in sums.items()}
 
@@ -125,17 +124,13 @@ def _teacher_kl(
 ) -> tuple[Tensor, Tensor]:
     """Of each kept token (m,): KL(π_θ ‖ teacher), with gradient; π_θ of the tokens that are not listed, 0.0
     without lists."""
-    log_probs, teacher = output.log_probs[keep], micro.teacher_log_probs
-    assert teacher is not None
+    log_probs = output.log_probs[keep]
     if settings.teacher_kl_type is not None:
-        given = teacher[keep], micro.rollout_log_probs[keep], kept_unit
+        given = known(micro.teacher_log_probs)[keep], micro.rollout_log_probs[keep], kept_unit
         return kl_loss(settings.teacher_kl_type, log_probs, *given), torch.zeros_like(log_probs)
-    assert micro.teacher_top_k is not None
-    assert micro.teacher_tail is not None
-    assert output.most_likely is not None
-    _, listed = micro.teacher_top_k[keep].padded()
-    own = output.most_likely[keep]
-    found = top_k_kl(own, torch.cat([listed, micro.teacher_tail[keep, None]], 1))
+    _, listed = known(micro.teacher_top_k)[keep].padded()
+    own = known(output.most_likely)[keep]
+    found = top_k_kl(own, torch.cat([listed, known(micro.teacher_tail)[keep, None]], 1))
     return found, own[:, -1].detach().exp()
 
 
@@ -143,10 +138,9 @@ def _expected_scores(
     micro: TokenBatch, output: PolicyOutput, keep: Tensor, settings: UpdateSettings
 ) -> tuple[Tensor, Tensor]:
     """`expected_score` at each kept token, and the probability of the tokens that the sampler listed (M,)."""
-    assert micro.most_likely is not None
-    assert output.most_likely is not None
-    _, rollout_log_probs = micro.most_likely.padded()
-    expected = expected_score(output.most_likely[keep], rollout_log_probs[keep], settings.rules.weight)
+    _, rollout_log_probs = known(micro.most_likely).padded()
+    own = known(output.most_likely)[keep]
+    expected = expected_score(own, rollout_log_probs[keep], settings.rules.weight)
     return expected, rollout_log_probs.exp().sum(-1)
 
 

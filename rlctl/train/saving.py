@@ -144,7 +144,7 @@ def save_checkpoint(run: Run, step: int, best: int | None = None) -> None:
         shares = ranks.exchange(list(mine.items()))
         if ranks.is_main:
             kl_coef = run.kl.kl_coef if spec.algorithm.use_kl_in_reward else None
-            state = TrainerState(step, run.policy_version, ranks.world_size, run.actor.zero_stage, kl_coef)
+            state = TrainerState(step, run.policy_version, ranks.world_size, kl_coef)
             digests = {**hashed, **dict(shares)}
             publish(root, partial, state, keep=spec.trainer.max_ckpt_to_keep, best=best, digests=digests)
             point_to(root, "latest", step)

@@ -16,7 +16,7 @@ from rlctl.algos.losses import clamped_exp
 from rlctl.algos.segments import Moments, Segments, moments
 from rlctl.batch import TokenBatch, TokenLists
 from rlctl.engine.ranks import Ranks
-from rlctl.errors import RunFailure
+from rlctl.errors import RunFailure, known
 from rlctl.registry import ADVANTAGE_ESTIMATORS
 from rlctl.spec.algorithm import AlgorithmSpec
 from rlctl.spec.base import params_of
@@ -191,8 +191,7 @@ def with_penalties(
         rewards = torch.zeros_like(rewards) if teacher.alone else rewards
         rewards = rewards - teacher.kl_coef * kl if teacher.kl_in == "reward" else rewards
     if algorithm.use_kl_in_reward:
-        assert batch.ref_log_probs is not None
-        kl, found = _kl_per_token(batch, algorithm, algorithm.kl_penalty, batch.ref_log_probs, ranks)
+        kl, found = _kl_per_token(batch, algorithm, algorithm.kl_penalty, known(batch.ref_log_probs), ranks)
         metrics["actor/reward_kl_penalty"] = found.mean
         metrics["actor/reward_kl_penalty_coeff"] = controller.kl_coef
         rewards = rewards - controller.kl_coef * kl
@@ -204,10 +203,9 @@ def _kl_per_token(
     batch: TokenBatch, algorithm: AlgorithmSpec, kind: str, other: Tensor, ranks: Ranks
 ) -> tuple[Tensor, Moments]:
     """KL(π_old, other) of each token (M,), 0.0 where π_old is not finite, and the mean of each response."""
-    assert batch.old_log_probs is not None
-    kl = kl_estimate(kind, batch.old_log_probs, other)
-    unit = batch.units.of(algorithm.unit)
-    is_finite = ~unit.spread(unit.any(~batch.old_log_probs.isfinite()))
+    old, unit = known(batch.old_log_probs), batch.units.of(algorithm.unit)
+    kl = kl_estimate(kind, old, other)
+    is_finite = ~unit.spread(unit.any(~old.isfinite()))
     kl = torch.where(is_finite | kl.isfinite(), kl, 0.0)
     found = Moments.read(ranks.all_reduce(moments("kl", unit.mean(kl), unit.lengths > 0)), "kl")
     if not math.isfinite(found.mean):

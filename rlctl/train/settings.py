@@ -19,49 +19,47 @@ from rlctl.spec.run_spec import RunSpec
 
 @dataclass(frozen=True, slots=True)
 class UpdateSettings:
-    """Settings of the policy's updates.
+    """Settings of the policy's updates: a spec, and its rules as the algorithms read them.
 
     Attributes:
-        actor: the section `actor` of the spec.
-        mini_groups: prompts per mini-batch, over all ranks.
-        num_minis: mini-batches per batch.
-        micro_tokens: tokens per forward pass, see `micro_batches`; None: a number of sequences applies.
-        centers_scores: subtract the expected score under the sampler, see `rlctl.algos.score_centering`.
-        teacher_kl_coef: coefficient of the KL to the teacher in the loss; 0: there is none.
-        teacher_kl_type: its KL estimator; None: the KL of the teacher's most likely tokens and the others.
+        rules: of the correction; other ones than the spec's while they are tightened.
     """
 
-    actor: ActorSpec
+    spec: RunSpec
     rules: CorrectionRules
-    bypass: bool
     loss: LossRule
-    horizon: int
-    mini_groups: int
-    num_minis: int
-    max_nonfinite_fraction: float
-    teacher_kl_coef: float = 0.0
-    teacher_kl_type: str | None = None
-    micro_tokens: int | None = None
-    centers_scores: bool = False
 
     @classmethod
     def of(cls, spec: RunSpec) -> UpdateSettings:
-        """Reads the settings from the spec."""
-        correction, teacher = spec.algorithm.rollout_correction, spec.algorithm.teacher
-        return cls(
-            actor=spec.actor,
-            rules=replace(correction_rules(correction), unit=spec.algorithm.unit),
-            bypass=correction.bypass_mode,
-            loss=loss_rule(spec),
-            horizon=spec.data.max_response_length,
-            mini_groups=spec.ppo_mini_batch_size,
-            num_minis=spec.data.train_batch_size // spec.ppo_mini_batch_size,
-            max_nonfinite_fraction=correction.max_nonfinite_fraction,
-            teacher_kl_coef=teacher.kl_coef if teacher.path and teacher.kl_in == "loss" else 0.0,
-            teacher_kl_type=teacher.kl_type,
-            micro_tokens=spec.pass_tokens,
-            centers_scores=correction.score_centering is not None,
-        )
+        """Reads the rules from the spec."""
+        rules = correction_rules(spec.algorithm.rollout_correction)
+        return cls(spec, replace(rules, unit=spec.algorithm.unit), loss_rule(spec))
+
+    @property
+    def actor(self) -> ActorSpec:
+        """The section `actor` of the spec."""
+        return self.spec.actor
+
+    @property
+    def bypass(self) -> bool:
+        """Whether π_old is π_rollout."""
+        return self.spec.algorithm.rollout_correction.bypass_mode
+
+    @property
+    def centers_scores(self) -> bool:
+        """Whether the expected score under the sampler is subtracted, see `rlctl.algos.score_centering`."""
+        return self.spec.algorithm.rollout_correction.score_centering is not None
+
+    @property
+    def teacher_kl_coef(self) -> float:
+        """Coefficient of the KL to the teacher in the loss; 0: there is none."""
+        teacher = self.spec.algorithm.teacher
+        return teacher.kl_coef if teacher.path and teacher.kl_in == "loss" else 0.0
+
+    @property
+    def teacher_kl_type(self) -> str | None:
+        """Its KL estimator; None: the KL of the teacher's most likely tokens and the others."""
+        return self.spec.algorithm.teacher.kl_type
 
     def tightened(self) -> UpdateSettings:
         """A copy with all bounds in effect tightened (`tighter_…`); equal to `self` if there are none."""
@@ -98,11 +96,6 @@ class UpdateSettings:
         """Whether the loss needs statistics of the whole mini-batch that depend on π_θ or the correction."""
         after = self.rules.loss_denominator == "after_rejection"
         return self.normalizes or after or self.needs_policy_statistics
-
-    @property
-    def lists_teacher(self) -> bool:
-        """Whether the loss reads the teacher's most likely tokens."""
-        return self.teacher_kl_coef > 0 and self.teacher_kl_type is None
 
     @property
     def weights_teacher(self) -> bool:

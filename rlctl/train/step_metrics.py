@@ -20,7 +20,7 @@ from rlctl.algos.losses import clamped_exp
 from rlctl.algos.segments import HostSums, Moments, Segments, Sums, counts, moments, ratio
 from rlctl.batch import Episode, TokenBatch
 from rlctl.environment.protocol import STOP_REASONS
-from rlctl.errors import RunFailure
+from rlctl.errors import RunFailure, known
 from rlctl.reward.build import refuse_errors
 from rlctl.reward.protocol import FailureKind
 
@@ -291,9 +291,8 @@ def token_sums(batch: TokenBatch) -> Sums:
     With routing replay also the number of tokens whose experts the engine did not report; the last one of a
     sequence, which is not read, does not count.
     """
-    assert batch.advantages is not None
     sums = moments("critic/rewards", batch.units.episode.sum(batch.rewards))
-    sums |= moments("critic/advantages", batch.advantages)
+    sums |= moments("critic/advantages", known(batch.advantages))
     if batch.values is not None and batch.returns is not None:
         sums |= moments("critic/values", batch.values) | moments("critic/returns", batch.returns)
     if batch.experts is not None:
@@ -343,9 +342,8 @@ def ratio_sums(batch: TokenBatch, training_log_probs: Tensor, spec: RunSpec) -> 
     attend to may be of older weights, which sampled an earlier token of their sequence; if later requests use
     no old blocks, one of their turn. `is_mixed`: 1 for these tokens of any age, else 0.
     """
-    assert batch.age is not None
     gaps, clears = training_log_probs - batch.rollout_log_probs, spec.rollout.stale_cache == "clear"
-    current = (batch.age == 0) & gaps.isfinite()
+    current = (known(batch.age) == 0) & gaps.isfinite()
     if spec.algorithm.rollout_correction.bypass_mode:  # π_train moves with every update after the first
         current &= batch.units.episode.spread(batch.group_ids < spec.ppo_mini_batch_size)
     unit = batch.units.turn if clears else batch.units.sequence

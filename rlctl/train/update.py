@@ -33,7 +33,7 @@ from rlctl.batch import TokenBatch
 from rlctl.engine.layout import idle_inputs
 from rlctl.engine.protocol import PolicyOutput, TrainEngine
 from rlctl.engine.ranks import Ranks
-from rlctl.errors import RunFailure
+from rlctl.errors import RunFailure, known
 from rlctl.registry import KL_ESTIMATORS, POLICY_LOSSES
 from rlctl.spec.run_spec import GuardrailsSpec
 from rlctl.train.deal import micro_batches, mini_batches, num_passes
@@ -100,11 +100,10 @@ class SeenTokens:
         A response that was not finite once stays so.
         """
         settings, given = mini.settings, part.batch
-        assert given.old_log_probs is not None
         tokens, responses = mini.tokens[part.tokens], mini.responses[part.responses]
         unit = settings.rules.segments(given.units, "sequence")
         weights = correction.weights / factor if settings.weights_are_applied else correction.keep.float()
-        self.training_log_probs[tokens] = log_probs if settings.bypass else given.old_log_probs
+        self.training_log_probs[tokens] = log_probs if settings.bypass else known(given.old_log_probs)
         self.weights[tokens], self.keep[tokens] = weights, correction.keep
         self.nonfinite[responses] |= correction.nonfinite | unit.any(~log_probs.isfinite())
         self.saturated[responses] |= correction.saturated
@@ -162,7 +161,7 @@ class MiniBatch:
         batch, no_gradient = whole.pick(chosen), None
         if settings.vanishes_without_advantage and batch.advantages is not None:
             no_gradient = ~batch.units.episode.any(batch.advantages != 0.0)
-        sizes = settings.actor.ppo_micro_batch_size_per_gpu, settings.micro_tokens
+        sizes = settings.actor.ppo_micro_batch_size_per_gpu, settings.spec.pass_tokens
         cuts = micro_batches(batch, *sizes, first=no_gradient)
         parts = [_Part(batch.pick(episodes), *_indices(batch, episodes, settings)) for episodes in cuts]
         count, forward_only = num_passes(len(parts), ranks), 0
@@ -179,7 +178,7 @@ class MiniBatch:
         """Yields each micro-batch, None for an idle pass, and its output, with gradient if needed."""
         settings, idle = self.settings, idle_inputs(self.batch.token_ids.device)
         asked = {"routing": True} if settings.actor.router_aux_loss_coef else {}
-        asked |= {"tail": True} if settings.lists_teacher else {}
+        asked |= {"tail": True} if settings.spec.lists_teacher else {}
         for place in range(self.num_passes):
             part = self.parts[place] if place < len(self.parts) else None
             inputs = part.batch.inputs if part else idle
@@ -253,8 +252,7 @@ def _prepared(mini: MiniBatch, fixed: Correction | None) -> _Prepared:
             routing = mini.joined(found, "routing")
             own = routing[:, routing.shape[1] // 2 :].double().sum(0)
             experts = torch.tensor(ranks.sum(own.tolist()), device=own.device)
-    assert correction is not None
-    sums = ranks.all_reduce(correction.sums)
+    sums = ranks.all_reduce(known(correction).sums)
     whole = BatchStatistics(*_divisors(sums, settings), loss, sums["tokens"], experts)
     return _Prepared(whole, correction, sums, outputs)
 
@@ -269,9 +267,7 @@ def _divisors(sums: HostSums, settings: UpdateSettings) -> tuple[float, float, f
 def _with_statistics(mini: MiniBatch, log_probs: Tensor, keep: Tensor) -> LossRule:
     """The loss with the statistics that it reads of the kept tokens of the mini-batch, over all ranks."""
     batch, ranks, settings = mini.batch, mini.ranks, mini.settings
-    assert batch.old_log_probs is not None
-    assert batch.advantages is not None
-    policies = (log_probs[keep], batch.old_log_probs[keep], batch.advantages[keep])
+    policies = (known(x)[keep] for x in (log_probs, batch.old_log_probs, batch.advantages))
     unit = settings.rules.segments(batch.units, "sequence").kept(keep)
     return WholeBatch(*policies, unit, ranks.sum, ranks.all_gather).with_statistics(settings.loss)
 
@@ -303,15 +299,15 @@ def update(
     """
     guard = guard or GuardrailsSpec(mode="off")
     seen = SeenTokens.of(batch, settings)
-    of_minis = mini_batches(batch, settings.mini_groups, settings.num_minis)
+    groups = settings.spec.ppo_mini_batch_size
+    of_minis = mini_batches(batch, groups, settings.spec.data.train_batch_size // groups)
     results: list[_MiniResult] = []
     fixed: dict[int, Correction] = {}
     for _ in range(settings.actor.ppo_epochs):
         for number, episodes in enumerate(of_minis):
             mini = MiniBatch.of(batch, episodes, actor, ranks, settings)
             if not settings.bypass and number not in fixed:
-                assert mini.batch.old_log_probs is not None
-                fixed[number] = mini.correct(mini.batch, mini.batch.old_log_probs)
+                fixed[number] = mini.correct(mini.batch, known(mini.batch.old_log_probs))
             lr = lr_at(first_update + len(results))
             result = _step(mini, fixed.get(number), seen, lr, guard, lr_scale, hold=hold)
             lr_scale = lr_scale if result.decision is None else result.decision.next_scale
@@ -407,7 +403,7 @@ def _refuse_nonfinite(sums: HostSums, losses: HostSums, settings: UpdateSettings
     """Refuses too many responses that are not finite, and parts that return NaN for the other ones."""
     total = sums["sequences"]
     bad = total - sums["finite_sequences"] + losses["nonfinite"]
-    if bad > settings.max_nonfinite_fraction * total:
+    if bad > settings.spec.algorithm.rollout_correction.max_nonfinite_fraction * total:
         raise RunFailure(
             f"{bad:.0f} of {total:.0f} sequences have NaN or infinite log-probs",
             where="algorithm.rollout_correction.max_nonfinite_fraction",
@@ -442,7 +438,7 @@ def _metrics(results: list[_MiniResult], settings: UpdateSettings) -> dict[str, 
         metrics["actor/router_aux_loss"] = losses["router_aux_loss"] / count
     if settings.teacher_kl_coef:
         metrics["distill/kl_loss"] = ratio(losses["teacher_kl"], losses["distilled"])
-    if settings.lists_teacher:
+    if settings.spec.lists_teacher:
         metrics["distill/tail_mass"] = ratio(losses["tail_mass"], losses["distilled"])
     if settings.kl_loss_type is not None:
         metrics["actor/kl_loss"] = losses["kl_loss"] / count

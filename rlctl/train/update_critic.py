@@ -14,6 +14,7 @@ from rlctl.algos.segments import HostSums, Sums, added, ratio
 from rlctl.batch import TokenBatch
 from rlctl.engine.protocol import CriticEngine, StepResult
 from rlctl.engine.ranks import Ranks
+from rlctl.errors import known
 from rlctl.spec.run_spec import RunSpec
 from rlctl.train.deal import in_step, inputs_of, mini_batches, output_of
 
@@ -34,9 +35,7 @@ def update_critic(
         first_update: number of the first update of this batch.
     """
     batch = replace(batch, experts=None)  # those of the policy
-    assert batch.values is not None
-    assert batch.returns is not None
-    explained = explained_variance(ranks.all_gather(batch.returns), ranks.all_gather(batch.values))
+    explained = explained_variance(*(ranks.all_gather(known(x)) for x in (batch.returns, batch.values)))
     sums: list[HostSums] = []
     steps: list[StepResult] = []
     groups = spec.critic_mini_batch_size
@@ -70,11 +69,9 @@ def _backward(mini: TokenBatch, critic: CriticEngine, ranks: Ranks, spec: RunSpe
     sums: list[Sums] = []
     for done, part in enumerate(passes, start=1):
         values = output_of(critic.values, part)
-        assert part.values is not None
-        assert part.returns is not None
-        found = value_loss(values, part.values, part.returns, clip=spec.critic.cliprange_value)
-        assert found.clipped is not None
-        every = torch.ones_like(found.clipped)
+        found = value_loss(values, known(part.values), known(part.returns), clip=spec.critic.cliprange_value)
+        clipped = known(found.clipped)
+        every = torch.ones_like(clipped)
         c = coefficients(mode, every, every, part.units.of(unit), *counts, horizon=horizon)
         loss = (c * found.values).sum()
         critic.backward(loss, last=done == len(passes))
@@ -82,7 +79,7 @@ def _backward(mini: TokenBatch, critic: CriticEngine, ranks: Ranks, spec: RunSpe
             "vf_loss": loss.detach(),
             "tokens": every.sum(),
             "values": values.detach().sum(),
-            "clipped": found.clipped.sum(),
+            "clipped": clipped.sum(),
         }
         sums.append({name: value.double() for name, value in figures.items()})
     return ranks.all_reduce(added(sums))

@@ -79,7 +79,7 @@ def lora_run_dir(run_dir, task):
     model.save_pretrained(partial / "model", state_dict=merged)
     tensors = {name: parameter.detach().clone() for name, parameter in adapter_parameters(model).items()}
     Adapter.of(model, tensors).save(partial / ADAPTER)
-    publish(root, partial, TrainerState(12, 12, 1, 0), keep=None)
+    publish(root, partial, TrainerState(12, 12, 1), keep=None)
     return run_dir
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 from dataclasses import dataclass
+from functools import cache
 from typing import Any
 
 import torch
@@ -15,6 +16,10 @@ from rlctl.algos.estimators import AdvantageInputs
 from rlctl.algos.rules import CorrectionRules, LossRule, RejectRule, WeightRule
 from rlctl.algos.segments import Segments, Units
 from rlctl.registry import ADVANTAGE_ESTIMATORS, POLICY_LOSSES
+from rlctl.spec.algorithm import ActorSpec, RolloutCorrectionSpec, TeacherSpec
+from rlctl.spec.load import load_spec
+from rlctl.spec.run_spec import RunSpec
+from rlctl.train.settings import UpdateSettings
 
 
 @dataclass(frozen=True)
@@ -99,6 +104,32 @@ def example_params(name: str) -> Any:
     fields_of = params.model_fields.items() if params else ()
     examples = {name: (each.examples or [None])[0] for name, each in fields_of if each.is_required()}
     return params(**examples) if params else None
+
+
+@cache
+def _default_spec() -> RunSpec:
+    return load_spec([], [], []).spec
+
+
+def update_settings(
+    rules: CorrectionRules,
+    loss: LossRule,
+    *,
+    actor: ActorSpec,
+    correction: RolloutCorrectionSpec,
+    teacher: TeacherSpec | None = None,
+    groups: tuple[int, int],
+    horizon: int,
+) -> UpdateSettings:
+    """`groups`: of a mini-batch, and of the batch."""
+    base, (mini_groups, num_groups) = _default_spec(), groups
+    algorithm = {"rollout_correction": correction, "teacher": teacher or TeacherSpec()}
+    sections = {
+        "actor": actor.model_copy(update={"ppo_mini_batch_size": mini_groups}),
+        "algorithm": base.algorithm.model_copy(update=algorithm),
+        "data": base.data.model_copy(update={"train_batch_size": num_groups, "max_response_length": horizon}),
+    }
+    return UpdateSettings(base.model_copy(update=sections), rules, loss)
 
 
 def loss_rule(name: str, *rest: Any, **numbers: object) -> LossRule:

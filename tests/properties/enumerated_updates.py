@@ -23,11 +23,11 @@ from rlctl.batch import TokenBatch, TokenLists
 from rlctl.engine.deepspeed import DeepSpeedEngine
 from rlctl.engine.protocol import StepResult
 from rlctl.engine.ranks import Ranks
-from rlctl.spec.algorithm import ActorSpec
+from rlctl.spec.algorithm import ActorSpec, RolloutCorrectionSpec, TeacherSpec
 from rlctl.train.settings import UpdateSettings
 from rlctl.train.update import mini_batches, update
 from tests.models import naive_log_probs, tiny_model
-from tests.properties.batches import estimate, loss_rule
+from tests.properties.batches import estimate, loss_rule, update_settings
 
 PROMPT, END, HORIZON = 1, 0, 2
 #: Response → sixteenths of π_rollout's probability.
@@ -59,18 +59,25 @@ class Setting:
     after: bool = False
 
     def update_settings(
-        self, agg_mode: str, mini_groups: int, num_minis: int = 1, micro_sequences: int = 10_000
+        self,
+        agg_mode: str,
+        mini_groups: int,
+        num_minis: int = 1,
+        micro_sequences: int = 10_000,
+        score_centering: int | None = None,
+        teacher: TeacherSpec | None = None,
     ) -> UpdateSettings:
         denominator = "after_rejection" if self.after else "before_rejection"
-        return UpdateSettings(
+        bypass = self.old == "rollout"
+        correction = RolloutCorrectionSpec(bypass_mode=bypass, max_nonfinite_fraction=0.0)
+        return update_settings(
+            CorrectionRules(self.weight, self.reject, denominator),
+            loss_rule(self.loss),
             actor=ActorSpec(loss_agg_mode=agg_mode, ppo_micro_batch_size_per_gpu=micro_sequences),
-            rules=CorrectionRules(self.weight, self.reject, denominator),
-            bypass=self.old == "rollout",
-            loss=loss_rule(self.loss),
+            correction=correction.model_copy(update={"score_centering": score_centering}),
+            teacher=teacher,
+            groups=(mini_groups, mini_groups * num_minis),
             horizon=HORIZON,
-            mini_groups=mini_groups,
-            num_minis=num_minis,
-            max_nonfinite_fraction=0.0,
         )
 
 
@@ -277,7 +284,7 @@ def enumerate_updates(ranks: Ranks, settings: list[Setting]) -> dict[tuple[Setti
         batch = groups_of(groups, setting.old)
         settings = setting.update_settings(agg_mode, size, len(groups) // size)
         if setting.old == "current":  # to the last bit: the sign of a log-ratio of 1e-7 is noise
-            minis = [batch.pick(episodes) for episodes in mini_batches(batch, size, settings.num_minis)]
+            minis = [batch.pick(episodes) for episodes in mini_batches(batch, size, len(groups) // size)]
             own = [actor.policy(mini.inputs).log_probs.detach() for mini in minis]
             batch = replace(batch, old_log_probs=torch.cat(own))
         update(batch, actor, ranks, settings, lambda _: 0.0, 0)

@@ -23,7 +23,6 @@ from rlctl.errors import SpecError
 from rlctl.registry import KL_ESTIMATORS
 from rlctl.spec.load import load_spec
 from rlctl.train.score_batch import score_batch, with_advantages, with_penalties
-from rlctl.train.settings import UpdateSettings
 from rlctl.train.step_metrics import StepTimer
 from rlctl.train.update import Updated, update
 from tests.processes import on_ranks
@@ -177,11 +176,8 @@ def taught(form: Form, actor: Recording, ranks: Ranks) -> tuple[Tensor, Updated,
     batch = scored(rows, ranks, spec, actor)
     weight = WeightRule(form.weight, "truncate", upper=1e9, normalize=form.normalize)
     setting = Setting("reinforce", "rollout", weight, (BAND,) if form.rejects else ())
-    settings = replace(
-        setting.update_settings("seq-mean-token-sum", len(rows), micro_sequences=form.micro),
-        teacher_kl_coef=UpdateSettings.of(spec).teacher_kl_coef,
-        teacher_kl_type=form.kl_type,
-    )
+    form_of = {"micro_sequences": form.micro, "teacher": spec.algorithm.teacher}
+    settings = setting.update_settings("seq-mean-token-sum", len(rows), **form_of)
     actor.gradients = []
     outcome = update(batch, actor, ranks, settings, lambda _: 0.0, 0)
     return actor.gradients[0], outcome, batch

@@ -170,8 +170,9 @@ def gradients(ranks: Ranks) -> dict[Case, Tensor]:
         batch = whole_batch(case)
         settings = Setting("reinforce", "rollout", WEIGHTS[case.weight])
         sizes = {"mini_groups": batch.num_episodes, "micro_sequences": case.micro_rows}
-        settings = settings.update_settings("seq-mean-token-sum", **sizes)
-        settings = replace(settings, centers_scores=bool(case.listed))
+        settings = settings.update_settings(
+            "seq-mean-token-sum", **sizes, score_centering=case.listed or None
+        )
         actor.gradients = []
         result = update(batch, actor, ranks, settings, lambda _: 0.0, 0)
         [found[case]] = actor.gradients

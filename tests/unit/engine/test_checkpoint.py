@@ -31,7 +31,8 @@ def write(root: Path, step: int, keep: int | None = None) -> checkpoint.Checkpoi
     (partial / "engine/state.pt").write_bytes(os.urandom(1000))
     (partial / "model/deep").mkdir()
     (partial / "model/deep/weights").write_bytes(b"w" * step)
-    return publish(root, partial, TrainerState(step, 2 * step, 1, 0), keep=keep)
+    with writing(root, step):
+        return publish(root, partial, TrainerState(step, 2 * step, 1), keep=keep)
 
 
 def names(root: Path) -> list[str]:
@@ -43,7 +44,7 @@ def test_newest_is_found_with_its_state(tmp_path: Path) -> None:
         write(tmp_path, step)
     found, notes = newest_intact(tmp_path, set_aside=True)
     assert found is not None
-    assert found.state == TrainerState(200, 400, 1, 0)
+    assert found.state == TrainerState(200, 400, 1)
     assert (found.model_dir / "deep/weights").read_bytes() == b"w" * 200
     assert notes == []
 
@@ -171,6 +172,7 @@ def test_a_manifest_without_files_is_no_checkpoint(tmp_path: Path) -> None:
     victim = write(tmp_path, 2).path
     manifest = json.loads((victim / "manifest.json").read_text())
     del manifest["manifest_sha256"]
+    manifest["state"]["zero_stage"] = 0
     (victim / "manifest.json").write_text(json.dumps(manifest))
     assert verify(victim)[0] == ""  # as older versions wrote it
     (victim / "manifest.json").write_text(json.dumps(manifest | {"sha256": {}}))
@@ -186,7 +188,7 @@ def test_the_best_stays_and_links_follow(tmp_path: Path) -> None:
     for step in (1, 2, 3, 4):
         partial = begin(tmp_path, step)
         (partial / "model/weights").write_bytes(b"w")
-        publish(tmp_path, partial, TrainerState(step, step, 1, 0), keep=1, best=2)
+        publish(tmp_path, partial, TrainerState(step, step, 1), keep=1, best=2)
         point_to(tmp_path, "latest", step)
         point_to(tmp_path, "best", 2)
     assert names(tmp_path) == ["best", "latest", "step_000002", "step_000004"]
@@ -206,7 +208,7 @@ def test_files_are_readable_as_the_umask_says_and_no_folder_is_empty(tmp_path: P
         (partial / "model/weights").write_bytes(b"w")
         (partial / "model/weights").chmod(0o600)  # as safetensors does
         (partial / "engine/state").write_bytes(b"s")
-        path = publish(tmp_path, partial, TrainerState(1, 1, 1, 0), keep=None).path
+        path = publish(tmp_path, partial, TrainerState(1, 1, 1), keep=None).path
     finally:
         os.umask(before)
     modes = {oct(file.stat().st_mode & 0o777) for file in path.rglob("*") if file.is_file()}

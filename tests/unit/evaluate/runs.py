@@ -26,5 +26,5 @@ def make_run(run_dir, task, *overrides, steps=(4, 8)):
         partial = begin(root, step)
         shutil.copytree(task.model_dir, partial / "model", dirs_exist_ok=True)
         (partial / "engine" / "state").write_bytes(b"state")
-        publish(root, partial, TrainerState(step, step, 1, 0), keep=None)
+        publish(root, partial, TrainerState(step, step, 1), keep=None)
     return run_dir

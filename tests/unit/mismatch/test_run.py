@@ -66,7 +66,7 @@ def test_the_engine_of_a_run_has_the_runs_precision(tmp_path: Path, embedded: Pa
     run = run_of(tmp_path / "run", "rollout.dtype=int8")
     partial = begin(run / CHECKPOINTS, 1)
     save(partial / "model", 1)
-    publish(run / CHECKPOINTS, partial, TrainerState(1, 1, 1, 0), keep=None)
+    publish(run / CHECKPOINTS, partial, TrainerState(1, 1, 1), keep=None)
     (cause,) = run_preflight(MismatchRequest(str(run))).causes
     assert cause.what == "the engine computes in int8, the trainer in fp32"
     assert run_preflight(MismatchRequest(str(run), engine_dtype="fp32")).gap.agrees
@@ -80,7 +80,7 @@ def test_prompts_are_rendered_with_the_arguments_of_the_run(tmp_path: Path, embe
         "{% if mode != 'short' %}{{ raise_exception('no mode') }}{% endif %}{{ messages[0].content }}"
     )
     saved.save_pretrained(partial / "model")
-    publish(run / CHECKPOINTS, partial, TrainerState(1, 1, 1, 0), keep=None)
+    publish(run / CHECKPOINTS, partial, TrainerState(1, 1, 1), keep=None)
     assert run_preflight(MismatchRequest(str(run))).gap.agrees
 
 

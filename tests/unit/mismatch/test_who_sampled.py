@@ -90,7 +90,7 @@ def run_of(
     for version in kept:
         partial = begin(run_dir / CHECKPOINTS, version)
         save(policies[version], partial / "model")
-        publish(run_dir / CHECKPOINTS, partial, TrainerState(version, version, 1, 0), keep=None)
+        publish(run_dir / CHECKPOINTS, partial, TrainerState(version, version, 1), keep=None)
     return run_dir
 
 

@@ -10,7 +10,6 @@ from rlctl.spec.load import load_spec
 from rlctl.spec.memory import memory_parts
 from rlctl.spec.model_size import ModelSize, Shape
 from rlctl.spec.run_spec import RunSpec
-from rlctl.train.settings import UpdateSettings
 
 GIVEN = ("trainer.n_gpus_per_node=4", "data.train_batch_size=16", "data.max_prompt_length=512",
          "data.max_response_length=1536", "rollout.n=2",
@@ -29,7 +28,7 @@ def test_rows_are_shared_by_the_ranks_of_a_group() -> None:
 def test_a_budget_is_that_of_each_gpu() -> None:
     budget = "actor.ppo_max_token_len_per_gpu=1024"
     together = spec_of("engine.sequence_parallel=2", budget)
-    assert UpdateSettings.of(together).micro_tokens == 2048
+    assert together.pass_tokens == 2048
     with pytest.raises(SpecError, match="may have 2048"):
         spec_of(budget)
     with pytest.raises(SpecError, match="use 1024 or more"):

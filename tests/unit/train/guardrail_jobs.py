@@ -50,7 +50,7 @@ def skipping(ranks: Ranks, micro: int):
     ]
     correction = BYPASS | REINFORCE | {"rollout_is": "sequence"}
     parts = [replace(part, group_ids=part.group_ids % MINI) for part in parts]
-    settings = replace(settings_of(correction, mini_rows=MINI, micro_sequences=micro), num_minis=1)
+    settings = settings_of(correction, mini_rows=MINI, rows=MINI, micro_sequences=micro)
     guard = GuardrailsSpec(mode="act", on_low_ess="warn")
     guarded, spared = engine_of(ranks), engine_of(ranks)
     decisions, skipped_updates, scale = [], 0.0, 1.0

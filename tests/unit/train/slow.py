@@ -66,7 +66,7 @@ def _divisor(settings: UpdateSettings, counts: list[int]) -> int:
         "token-mean": sum(counts),
         "seq-mean-token-sum": num_sequences,
         "seq-mean-token-mean": num_sequences,
-        "seq-mean-token-sum-norm": num_sequences * settings.horizon,
+        "seq-mean-token-sum-norm": num_sequences * settings.spec.data.max_response_length,
     }[settings.actor.loss_agg_mode]
 
 

@@ -114,7 +114,7 @@ def test_figures_of_several_steps_are_their_means() -> None:
     steps = []
     for place in range(4):
         part = replace(batch.pick(range(4 * place, 4 * place + 4)), group_ids=torch.arange(4))
-        alike = replace(settings, num_minis=1)
+        alike = settings_of(correction, mini_rows=4, rows=4, **options)
         outcome = update(part, engine, alone(), alike, lambda number: 0.01 * (number + 1), 6 + place)
         steps.append(outcome.metrics)
     for name in ("actor/pg_loss", "actor/grad_norm", "actor/kl_loss"):
@@ -468,9 +468,7 @@ def test_settings_of_a_spec_resolve_nulls() -> None:
     from rlctl.spec.load import load_spec
     from rlctl.train.settings import UpdateSettings
 
-    overrides = ["data.train_batch_size=8", "actor.ppo_mini_batch_size=4", "trainer.n_gpus_per_node=2"]
-    spec = load_spec(["rloo-seq-is"], [], [*overrides, "actor.clip_ratio_high=0.28"]).spec
-    settings = UpdateSettings.of(spec)
+    overrides = ["actor.clip_ratio_high=0.28", "algorithm.rollout_correction.bypass_mode=false"]
+    settings = UpdateSettings.of(load_spec(["rloo-seq-is"], [], overrides).spec)
     assert (settings.loss.clip_low, settings.loss.clip_high) == (0.2, 0.28)
-    assert (settings.mini_groups, settings.num_minis) == (4, 2)
-    assert replace(settings, bypass=False).weights_are_applied
+    assert settings.weights_are_applied

@@ -13,12 +13,12 @@ from rlctl.engine.deepspeed import DeepSpeedEngine
 from rlctl.engine.log_probs import PolicyModule
 from rlctl.engine.protocol import PolicyOutput, StepResult
 from rlctl.engine.ranks import Ranks
-from rlctl.spec.algorithm import ActorSpec, RolloutCorrectionSpec
+from rlctl.spec.algorithm import ActorSpec, RolloutCorrectionSpec, TeacherSpec
 from rlctl.spec.resolve import correction_rules
 from rlctl.train.settings import UpdateSettings
 from rlctl.train.update import update
 from tests.models import tiny_batch, tiny_model
-from tests.properties.batches import loss_rule
+from tests.properties.batches import loss_rule, update_settings
 
 ROWS, HORIZON = 16, 6
 #: Size of a micro-batch: a number of rows, or a number of tokens ("20 tokens").
@@ -203,32 +203,35 @@ def settings_of(
     agg_mode: str = "token-mean",
     epochs: int = 1,
     mini_rows: int = ROWS,
+    rows: int = ROWS,
     micro_sequences: int = ROWS,
+    micro_tokens: int | None = None,
     max_nonfinite_fraction: float = 0.1,
     numbers: dict[str, object] | None = None,
+    teacher_kl_coef: float | None = None,
+    teacher_kl_type: str | None = None,
     **terms: object,
 ) -> UpdateSettings:
-    """`numbers` are the loss's own, `terms` further keys of `actor`, or settings."""
-    own = {name: terms.pop(name) for name in ActorSpec.model_fields.keys() & terms.keys()}
+    """`numbers` are the loss's own, `terms` further keys of `actor`."""
     actor = ActorSpec(
         loss_agg_mode=agg_mode,
         ppo_epochs=epochs,
         ppo_micro_batch_size_per_gpu=micro_sequences,
-        use_kl_loss="kl_loss_type" in own,
-        **own,
-    )
-    spec = RolloutCorrectionSpec.model_validate(BYPASS | REINFORCE | {"rollout_is": "sequence"} | correction)
-    return UpdateSettings(
-        actor=actor,
-        rules=correction_rules(spec),
-        bypass=spec.bypass_mode,
-        loss=loss_rule(spec.loss_type, **{"clip_low": 0.2, "clip_high": 0.3, **(numbers or {})}),
-        horizon=HORIZON,
-        mini_groups=mini_rows,
-        num_minis=ROWS // mini_rows,
-        max_nonfinite_fraction=max_nonfinite_fraction,
-        centers_scores=spec.score_centering is not None,
+        ppo_max_token_len_per_gpu=micro_tokens,
+        use_kl_loss="kl_loss_type" in terms,
         **terms,
+    )
+    fixed = {"rollout_is": "sequence", "max_nonfinite_fraction": max_nonfinite_fraction}
+    section = RolloutCorrectionSpec.model_validate(BYPASS | REINFORCE | fixed | correction)
+    teacher = TeacherSpec(path="teacher", kl_coef=teacher_kl_coef or 1.0, kl_type=teacher_kl_type)
+    return update_settings(
+        correction_rules(section),
+        loss_rule(section.loss_type, **{"clip_low": 0.2, "clip_high": 0.3, **(numbers or {})}),
+        actor=actor,
+        correction=section,
+        teacher=teacher if teacher_kl_coef else None,
+        groups=(mini_rows, rows),
+        horizon=HORIZON,
     )
 
 

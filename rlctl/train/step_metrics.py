@@ -467,9 +467,9 @@ def step_warnings(
         named = ", ".join(nonfinite[:_MAX_NAMED]) + (", …" if len(nonfinite) > _MAX_NAMED else "")
         where = f" (on this rank those of group and member {named})" if nonfinite else ""
         yield "nonfinite", f"{count:.0f} sequences with NaN or infinite log-probs{where}"
-    if missed := metrics.get("critic/skipped_updates", 0.0):
+    if skipped := metrics.get("critic/skipped_updates"):
         why = "loss or gradient was not finite; lower critic.lr"
-        yield "critic", f"{missed:.0f} updates of the critic withheld: {why}"
+        yield "critic", f"{skipped:.0f} updates of the critic withheld: {why}"
     if metrics.get("reward/zero_spread_groups") == 1.0:
         what = "within every group all grades are equal: group-relative advantages are zero"
         yield "flat", f"{what}, or come from the penalties alone"

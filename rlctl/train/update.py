@@ -267,7 +267,7 @@ def _divisors(sums: HostSums, settings: UpdateSettings) -> tuple[float, float, f
 def _with_statistics(mini: MiniBatch, log_probs: Tensor, keep: Tensor) -> LossRule:
     """The loss with the statistics that it reads of the kept tokens of the mini-batch, over all ranks."""
     batch, ranks, settings = mini.batch, mini.ranks, mini.settings
-    policies = (known(x)[keep] for x in (log_probs, batch.old_log_probs, batch.advantages))
+    policies = (log_probs[keep], known(batch.old_log_probs)[keep], known(batch.advantages)[keep])
     unit = settings.rules.segments(batch.units, "sequence").kept(keep)
     return WholeBatch(*policies, unit, ranks.sum, ranks.all_gather).with_statistics(settings.loss)
 

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from rlctl.batch import ModelInputs
 from rlctl.engine.engines import TrainContext
-from rlctl.engine.log_probs import PolicyModule, policy_output
+from rlctl.engine.log_probs import PolicyModule
 from rlctl.engine.protocol import PolicyOutput, StepResult
 from rlctl.errors import UsageError
 from rlctl.registry import TRAINING_ENGINES
@@ -24,7 +24,6 @@ from rlctl.registry import TRAINING_ENGINES
 class PlainAdamW:
     """The policy in one copy per rank; a critic is not supported."""
 
-    zero_stage = 0
     scales_gradients = True  # `step` multiplies gradients by `grad_scale`
 
     def __init__(self, context: TrainContext) -> None:
@@ -38,7 +37,7 @@ class PlainAdamW:
 
     def policy(self, inputs: ModelInputs, **asked: bool) -> PolicyOutput:
         """Log-probs and entropy of the scored tokens."""
-        return policy_output(self.module, inputs, **asked)
+        return self.module(inputs, **asked)
 
     def plan(self, passes: Sequence[ModelInputs]) -> str:
         """Chooses packed or padded rows."""

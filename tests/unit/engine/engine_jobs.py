@@ -114,7 +114,8 @@ def matrix(ranks: Ranks, cases: list[tuple[int, str, int]]):
     found = {}
     for stage, dtype, micro in cases:
         actor = engine(ranks, stage, dtype)
-        assert actor.zero_stage == (1 if (stage, dtype) == (0, "bf16") else min(stage, 3))
+        if stage != FSDP:
+            assert actor.zero_stage == (1 if (stage, dtype) == (0, "bf16") else stage)
         start = weights_of(actor)
         first = take_step(actor, 1, micro)
         after_one = weights_of(actor)

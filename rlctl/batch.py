@@ -120,11 +120,10 @@ class Sequence:
     @classmethod
     def of_turn(cls, prompt_ids: Many[int], turn: Turn, number: int = 0) -> Sequence:
         """A prompt and what was sampled after it."""
-        prompt = torch.as_tensor(prompt_ids, dtype=torch.int64)
-        token_ids = torch.cat([prompt, turn.token_ids])
+        token_ids = torch.cat([torch.as_tensor(prompt_ids, dtype=torch.int64), turn.token_ids])
         return cls(
             token_ids=token_ids,
-            sampled=torch.arange(len(token_ids)) >= len(prompt),
+            sampled=torch.arange(len(token_ids)) >= len(prompt_ids),
             log_probs=turn.log_probs,
             versions=turn.versions,
             turns=torch.full_like(turn.token_ids, number),

@@ -140,6 +140,7 @@ def refuse_export(step: int) -> None:
             if os.environ["RANK"] == "1":
                 raise PermissionError(errno.EACCES, os.strerror(errno.EACCES), str(directory))
             time.sleep(0.5)
+            (directory.parent / "another_file").touch()
         original(self, directory, **how)
 
     PreTrainedModel.save_pretrained = save_pretrained

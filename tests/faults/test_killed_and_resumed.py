@@ -154,9 +154,7 @@ def test_killed_while_ranks_write_an_export_together(
     assert set(models_in(run)) == {run / f"checkpoints/step_00000{step}/model" for step in (1, 2)}
 
 
-def test_the_rank_that_must_not_write_is_named(
-    tmp_path: Path, embedded: Path, exported: dict[str, bytes]
-) -> None:
+def test_the_rank_that_must_not_write_is_named(tmp_path: Path, embedded: Path) -> None:
     """Not one that fails because of it; then the incomplete checkpoint is removed."""
     run = tmp_path / "run"
     job = runs.start_train(run, *SHARED, before=partial(hooks.refuse_export, 2))
@@ -164,8 +162,6 @@ def test_the_rank_that_must_not_write_is_named(
     assert "the checkpoint of step 2 could not be written: Permission denied (rank 1)" in job.output
     assert "No such file" not in job.output
     assert runs.checkpoints(run) == ["step_000001"]
-    assert "resuming after step 1" in finish(run, before=hooks.share_exports)
-    assert files_of_model(run) == exported
 
 
 def test_killed_during_a_validation(tmp_path: Path, whole: Path) -> None:

@@ -340,7 +340,7 @@ def _recorded(task: Task, member: int, sampler: EpisodeSampler, outcome: Outcome
         sequences=sequences,
         response=outcome.response,
         stop_reason=outcome.stop_reason,
-        reward=outcome.reward,
+        reward=sum(outcome.turn_rewards, outcome.reward or 0.0) if outcome.turn_rewards else outcome.reward,
         error=error,
         metrics=counts | times | dict(outcome.metrics),
         messages=outcome.messages,

@@ -280,6 +280,18 @@ def test_a_fault_excludes_an_episode_and_is_not_reward_0(failure: Exception, nam
     assert found[1].error == ""
 
 
+def test_rewards_of_turns_are_part_of_the_episodes_reward() -> None:
+    """So that grading, metrics and dynamic sampling see them."""
+
+    async def play(task: Task, sampler: Sampler) -> Outcome:
+        await speak(sampler, 2)
+        return Outcome("", reward=1.0 if task.group_id else None, turn_rewards=[0.25, 0.5])
+
+    found = episodes_of(play, n=1)
+    assert [episode.reward for episode in found] == [0.75, 1.75]
+    assert [episode.sequences[0].rewards.sum() for episode in found] == [0.75, 0.75]
+
+
 @pytest.mark.parametrize(
     ("outcome", "named"),
     [

@@ -266,7 +266,7 @@ def estimated(batch: TokenBatch, algorithm: AlgorithmSpec) -> Estimate:
         return None if column is None else column[order]
 
     turn, sequence = (
-        Segments(of.index[order].unique_consecutive(return_counts=True)[1])
+        Segments(torch.unique_consecutive(of.index[order], return_counts=True)[1])
         for of in (units.turn, units.sequence)
     )
     inputs = AdvantageInputs(

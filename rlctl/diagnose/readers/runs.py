@@ -92,8 +92,9 @@ def runs_in(
 
 def _logs(directory: Path) -> Iterator[Log]:
     depth = len(directory.parts)
-    for root, folders, names in os.walk(directory):
+    for root, folders, files in os.walk(directory):
         here = Path(root)
+        names = [name for name in files if (here / name).is_file()]  # no pipe or device, which may not end
         if {METRICS_FILE, RUN_SPEC_FILE} <= set(names):  # a run of rlctl
             folders.clear()
             yield Log((here / METRICS_FILE,), here / METRICS_FILE)

@@ -274,9 +274,10 @@ async def _episode(
     environment: Environment, task: Task, member: int, sampler: EpisodeSampler, spec: EnvironmentSpec
 ) -> Episode:
     """Runs one episode to its end, its limit, or its failure."""
-    running = asyncio.ensure_future(environment.run(task, sampler))
-    limit, outcome = seconds(spec.episode_timeout), _without_reward("timeout")
+    limit = left = seconds(spec.episode_timeout)
+    outcome = _without_reward("timeout")
     try:
+        running = asyncio.ensure_future(environment.run(task, sampler))
         while not running.done():
             left = limit - sampler.environment_s
             if left <= 0:
@@ -286,6 +287,8 @@ async def _episode(
             await asyncio.wait({running}, timeout=max(left, 0.05))
         if running.done() and not running.cancelled():
             outcome = _checked(running.result(), sampler)
+        elif left > 0:
+            raise EnvironmentFault("it cancelled itself")
         elif not sampler.recorder.num_turns:  # the policy cannot have caused it
             raise EnvironmentFault(f"no turn within {spec.episode_timeout}")
     except LimitReached as reached:
@@ -315,6 +318,8 @@ def _checked(outcome: Outcome, sampler: EpisodeSampler) -> Outcome:
     """
     if not isinstance(outcome, Outcome):
         raise EnvironmentFault(f"it returned {type(outcome).__name__}, not an Outcome")
+    if not isinstance(outcome.response, str):
+        raise EnvironmentFault(f"its response is {type(outcome.response).__name__}, not text")
     if outcome.stop_reason not in STOP_REASONS:
         raise EnvironmentFault(f"stop_reason {outcome.stop_reason!r} is not one of {', '.join(STOP_REASONS)}")
     given, expected = len(outcome.turn_rewards), sampler.recorder.num_turns
@@ -322,6 +327,8 @@ def _checked(outcome: Outcome, sampler: EpisodeSampler) -> Outcome:
         raise EnvironmentFault(f"it returned {given} rewards of {expected} turns")
     if not all(map(math.isfinite, (outcome.reward or 0.0, *outcome.turn_rewards))):
         raise EnvironmentFault(f"a reward is not finite: {outcome.reward}, {list(outcome.turn_rewards)}")
+    if not all(map(math.isfinite, outcome.metrics.values())):
+        raise EnvironmentFault(f"a metric is not finite: {dict(outcome.metrics)}")
     return outcome
 
 

@@ -264,6 +264,7 @@ def test_the_time_of_the_policy_is_not_the_episodes() -> None:
         (EnvironmentFault("the server refused"), "the server refused"),
         (KeyError("x"), "KeyError: 'x'"),
         (TimeoutError(), "TimeoutError"),
+        (asyncio.CancelledError(), "cancelled"),
         (ValueError("a\nb"), "ValueError: a"),
     ],
 )
@@ -300,6 +301,9 @@ def test_rewards_of_turns_are_part_of_the_episodes_reward() -> None:
         (Outcome("", turn_rewards=[1.0]), "1 rewards of 2 turns"),
         (Outcome("", reward=float("nan")), "not finite"),
         (Outcome("", turn_rewards=[1.0, float("inf")]), "not finite"),
+        (Outcome("", metrics={"depth": "three"}), "must be real number, not str"),
+        (Outcome("", metrics={"depth": float("nan")}), "a metric is not finite: {'depth': nan}"),
+        (Outcome(None), "response is NoneType"),
     ],
 )
 def test_an_outcome_that_no_environment_may_return_is_a_fault(outcome, named: str) -> None:
@@ -310,6 +314,16 @@ def test_an_outcome_that_no_environment_may_return_is_a_fault(outcome, named: st
     for episode in episodes_of(play):
         assert named in episode.error
         assert episode.reward is None
+
+
+def test_an_environment_that_is_not_async_is_a_fault() -> None:
+    class Plain(Script):
+        def run(self, task: Task, sampler: Sampler) -> Outcome:
+            return Outcome("")
+
+    given = Engine(), [(task_of(0), 0)], SAMPLING, 7, EnvironmentSpec(), 100
+    [episode] = run_episodes(Plain(None), *given)
+    assert "TypeError: An asyncio.Future, a coroutine or an awaitable is required" in episode.error
 
 
 def test_an_error_of_the_engine_ends_the_run_with_its_own_message() -> None:

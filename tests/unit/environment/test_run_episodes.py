@@ -317,13 +317,8 @@ def test_an_outcome_that_no_environment_may_return_is_a_fault(outcome, named: st
 
 
 def test_an_environment_that_is_not_async_is_a_fault() -> None:
-    class Plain(Script):
-        def run(self, task: Task, sampler: Sampler) -> Outcome:
-            return Outcome("")
-
-    given = Engine(), [(task_of(0), 0)], SAMPLING, 7, EnvironmentSpec(), 100
-    [episode] = run_episodes(Plain(None), *given)
-    assert "TypeError: An asyncio.Future, a coroutine or an awaitable is required" in episode.error
+    for episode in episodes_of(lambda task, sampler: Outcome("")):
+        assert "TypeError: An asyncio.Future, a coroutine or an awaitable is required" in episode.error
 
 
 def test_an_error_of_the_engine_ends_the_run_with_its_own_message() -> None:

@@ -307,5 +307,8 @@ def _values(text: str) -> list[Any] | None:
 
 
 def encodable(value: Any) -> Any:
-    """A JSON value without lone surrogates, which no tokenizer takes; escapes in JSON may stand for some."""
-    return json.loads(json.dumps(value, ensure_ascii=False).encode(errors="replace"))
+    """A JSON value without lone surrogates, which no tokenizer takes; escapes in JSON may stand for some.
+
+    What JSON does not have becomes text.
+    """
+    return json.loads(json.dumps(value, ensure_ascii=False, default=str).encode(errors="replace"))

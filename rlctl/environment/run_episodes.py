@@ -22,6 +22,7 @@ import torch
 from rlctl.batch import Episode, Task, Turn
 from rlctl.environment.protocol import STOP_REASONS, EnvironmentFault, LimitReached, Outcome
 from rlctl.environment.recording import Recorder
+from rlctl.environment.renderer import encodable
 from rlctl.errors import first_line
 from rlctl.rollout.protocol import Request, turn_seed
 from rlctl.spec.base import seconds
@@ -311,7 +312,8 @@ def _without_reward(stop_reason: str) -> Outcome:
 
 
 def _checked(outcome: Outcome, sampler: EpisodeSampler) -> Outcome:
-    """The outcome, if an environment may return it.
+    """The outcome in Python's own types, which checkpoints take, if an environment may return it; its reward
+    includes those of turns.
 
     Raises:
         EnvironmentFault: it may not.
@@ -322,14 +324,17 @@ def _checked(outcome: Outcome, sampler: EpisodeSampler) -> Outcome:
         raise EnvironmentFault(f"its response is {type(outcome.response).__name__}, not text")
     if outcome.stop_reason not in STOP_REASONS:
         raise EnvironmentFault(f"stop_reason {outcome.stop_reason!r} is not one of {', '.join(STOP_REASONS)}")
-    given, expected = len(outcome.turn_rewards), sampler.recorder.num_turns
-    if given not in (0, expected):
-        raise EnvironmentFault(f"it returned {given} rewards of {expected} turns")
-    if not all(map(math.isfinite, (outcome.reward or 0.0, *outcome.turn_rewards))):
-        raise EnvironmentFault(f"a reward is not finite: {outcome.reward}, {list(outcome.turn_rewards)}")
-    if not all(map(math.isfinite, outcome.metrics.values())):
-        raise EnvironmentFault(f"a metric is not finite: {dict(outcome.metrics)}")
-    return outcome
+    given, expected = [float(reward) for reward in outcome.turn_rewards], sampler.recorder.num_turns
+    if len(given) not in (0, expected):
+        raise EnvironmentFault(f"it returned {len(given)} rewards of {expected} turns")
+    reward = None if outcome.reward is None and not given else sum(given, float(outcome.reward or 0.0))
+    if not all(map(math.isfinite, (reward or 0.0, *given))):
+        raise EnvironmentFault(f"a reward is not finite: {outcome.reward}, {given}")
+    metrics = {name: float(number) for name, number in outcome.metrics.items()}
+    if not all(map(math.isfinite, metrics.values())):
+        raise EnvironmentFault(f"a metric is not finite: {metrics}")
+    response, messages = encodable([outcome.response, outcome.messages])
+    return Outcome(response, reward, given, outcome.stop_reason, tuple(messages), metrics)
 
 
 def _recorded(task: Task, member: int, sampler: EpisodeSampler, outcome: Outcome, error: str) -> Episode:
@@ -347,7 +352,7 @@ def _recorded(task: Task, member: int, sampler: EpisodeSampler, outcome: Outcome
         sequences=sequences,
         response=outcome.response,
         stop_reason=outcome.stop_reason,
-        reward=sum(outcome.turn_rewards, outcome.reward or 0.0) if outcome.turn_rewards else outcome.reward,
+        reward=outcome.reward,
         error=error,
         metrics=counts | times | dict(outcome.metrics),
         messages=outcome.messages,

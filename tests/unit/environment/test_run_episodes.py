@@ -6,7 +6,9 @@ import asyncio
 import random
 import threading
 from collections.abc import Awaitable, Callable
+from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 
@@ -17,6 +19,7 @@ from rlctl.environment.run_episodes import run_episodes
 from rlctl.errors import RunFailure
 from rlctl.rollout.protocol import Sampling, turn_seed
 from rlctl.spec.environment import EnvironmentSpec
+from rlctl.train.stream import RolloutStream
 from tests.episodes import RandomEngine, same, task_of
 
 SAMPLING = Sampling(max_response_length=4)
@@ -293,6 +296,26 @@ def test_rewards_of_turns_are_part_of_the_episodes_reward() -> None:
     assert [episode.sequences[0].rewards.sum() for episode in found] == [0.75, 0.75]
 
 
+def test_numbers_of_numpy_can_be_saved_with_the_groups_that_wait(tmp_path: Path) -> None:
+    """A checkpoint is read without executing code: of numbers and texts, it takes Python's own."""
+    message = {"role": "user", "content": np.str_("hi"), "score": np.int64(3)}
+
+    async def play(task: Task, sampler: Sampler) -> Outcome:
+        await speak(sampler, 1)
+        return Outcome(
+            np.str_("yes"), np.float32(0.5), [np.float64(0.25)], "completed", (message,), {"x": np.int64(3)}
+        )
+
+    stream = RolloutStream(lambda *_: [tuple(episodes_of(play, groups=1))], ahead=1, last_step=9)
+    stream.take(1)
+    stream.save(tmp_path, 0)
+    resumed = RolloutStream(lambda *_: [], ahead=1, last_step=9)
+    resumed.resume(1, tmp_path, 0)
+    [group] = resumed.take(2)
+    assert [(e.response, e.reward, e.metrics["x"]) for e in group] == [("yes", 0.75, 3.0)] * 2
+    assert group[0].messages == ({"role": "user", "content": "hi", "score": "3"},)
+
+
 @pytest.mark.parametrize(
     ("outcome", "named"),
     [
@@ -301,7 +324,7 @@ def test_rewards_of_turns_are_part_of_the_episodes_reward() -> None:
         (Outcome("", turn_rewards=[1.0]), "1 rewards of 2 turns"),
         (Outcome("", reward=float("nan")), "not finite"),
         (Outcome("", turn_rewards=[1.0, float("inf")]), "not finite"),
-        (Outcome("", metrics={"depth": "three"}), "must be real number, not str"),
+        (Outcome("", metrics={"depth": "three"}), "could not convert string to float"),
         (Outcome("", metrics={"depth": float("nan")}), "a metric is not finite: {'depth': nan}"),
         (Outcome(None), "response is NoneType"),
     ],

@@ -237,15 +237,12 @@ def _read(request: Any) -> tuple[list[Message], Sequence[Mapping[str, Any]]]:
     if choice not in ("auto", "none"):
         raise Refused(400, "unsupported", f"tool_choice={choice!r} is not supported: use auto or none")
     try:
-        named = [isinstance(tool["function"]["name"], str) for tool in tools]
-    except (KeyError, TypeError):
-        named = [False]
-    if not isinstance(tools, list) or not all(named):
-        raise Refused(400, "invalid_request", "tools: give a list of functions with names")
-    try:
         messages = [_plain(message) for message in request["messages"]]
+        if not all(isinstance(tool["function"]["name"], str) for tool in tools):
+            raise TypeError("a name is text")
     except (KeyError, TypeError, ValueError, AttributeError, RecursionError) as error:
-        what = f"a message cannot be read ({type(error).__name__}: {error}): give role and text"
+        found = f"{type(error).__name__}: {error}"
+        what = f"messages or tools cannot be read ({found}): give role and text, and functions with names"
         raise Refused(400, "invalid_request", what) from error
     return encodable(messages), [] if choice == "none" else encodable(tools)
 

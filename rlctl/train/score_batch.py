@@ -261,10 +261,7 @@ def estimated(batch: TokenBatch, algorithm: AlgorithmSpec) -> Estimate:
     """Advantages (M,) by `algorithm.adv_estimator`, from a whole batch; raises as `with_advantages`."""
     part = ADVANTAGE_ESTIMATORS.part(algorithm.adv_estimator)
     units, order = batch.units, batch.in_time
-
-    def in_time(column: Tensor | None) -> Tensor | None:
-        return None if column is None else column[order]
-
+    values, norms = (x if x is None else x[order] for x in (batch.values, batch.score_norms))
     turn, sequence = (
         Segments(torch.unique_consecutive(of.index[order], return_counts=True)[1])
         for of in (units.turn, units.sequence)
@@ -277,9 +274,9 @@ def estimated(batch: TokenBatch, algorithm: AlgorithmSpec) -> Estimate:
         lam=algorithm.lam,
         divide_by_std=algorithm.norm_adv_by_std_in_grpo,
         gamma_per=algorithm.gamma_per,
-        values=in_time(batch.values),
+        values=values,
         baseline_scores=batch.baseline_scores,
-        score_norms=in_time(batch.score_norms),
+        score_norms=norms,
         sequence_weights=batch.sequence_weights,
         params=params_of(part, algorithm.adv_params),
     )

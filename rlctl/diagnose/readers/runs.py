@@ -94,7 +94,8 @@ def _logs(directory: Path) -> Iterator[Log]:
     depth = len(directory.parts)
     for root, folders, files in os.walk(directory):
         here = Path(root)
-        names = [name for name in files if (here / name).is_file()]  # no pipe or device, which may not end
+        # No pipe or device, which may never end; unlike `Path.is_file`, False where access is denied.
+        names = [name for name in files if os.path.isfile(here / name)]  # noqa: PTH113
         if {METRICS_FILE, RUN_SPEC_FILE} <= set(names):  # a run of rlctl
             folders.clear()
             yield Log((here / METRICS_FILE,), here / METRICS_FILE)

@@ -328,11 +328,9 @@ def _checked(outcome: Outcome, sampler: EpisodeSampler) -> Outcome:
     if len(given) not in (0, expected):
         raise EnvironmentFault(f"it returned {len(given)} rewards of {expected} turns")
     reward = None if outcome.reward is None and not given else sum(given, float(outcome.reward or 0.0))
-    if not all(map(math.isfinite, (reward or 0.0, *given))):
-        raise EnvironmentFault(f"a reward is not finite: {outcome.reward}, {given}")
     metrics = {name: float(number) for name, number in outcome.metrics.items()}
-    if not all(map(math.isfinite, metrics.values())):
-        raise EnvironmentFault(f"a metric is not finite: {metrics}")
+    if not all(map(math.isfinite, (reward or 0.0, *given, *metrics.values()))):
+        raise EnvironmentFault(f"a number is not finite: {outcome.reward}, {given}, {metrics}")
     response, messages = encodable([outcome.response, outcome.messages])
     return Outcome(response, reward, given, outcome.stop_reason, tuple(messages), metrics)
 

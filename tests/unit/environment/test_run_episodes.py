@@ -325,7 +325,7 @@ def test_numbers_of_numpy_can_be_saved_with_the_groups_that_wait(tmp_path: Path)
         (Outcome("", reward=float("nan")), "not finite"),
         (Outcome("", turn_rewards=[1.0, float("inf")]), "not finite"),
         (Outcome("", metrics={"depth": "three"}), "could not convert string to float"),
-        (Outcome("", metrics={"depth": float("nan")}), "a metric is not finite: {'depth': nan}"),
+        (Outcome("", metrics={"depth": float("nan")}), "not finite: None, [], {'depth': nan}"),
         (Outcome(None), "response is NoneType"),
     ],
 )

@@ -226,6 +226,8 @@ def _read(request: Any) -> tuple[list[Message], Sequence[Mapping[str, Any]]]:
     """
     if not isinstance(request, dict) or not isinstance(request.get("messages"), list):
         raise Refused(400, "invalid_request", "the request has no list `messages`")
+    if not isinstance(request.get("stream_options") or {}, dict):
+        raise Refused(400, "invalid_request", "stream_options: give an object")
     for name, allowed in _REFUSED.items():
         if request.get(name) not in (None, allowed):
             raise Refused(400, "unsupported", f"{name}={request[name]!r} is not supported: leave it out")

@@ -300,6 +300,7 @@ def test_a_request_limits_its_own_tokens() -> None:
         ({"tools": [{"name": "add"}]}, "tools"),
         ({"tools": [{"function": {}}]}, "tools"),
         ({"tools": [{"function": "add"}]}, "tools"),
+        ({"stream": True, "stream_options": [True]}, "stream_options"),
         ({"messages": [{"role": "assistant", "tool_calls": _calling("[" * 100_000)}]}, "message"),
     ],
 )

@@ -558,17 +558,17 @@ class _Flat:
         assert lengths is not None
         sequence = Segments(lengths.long().to(log_probs.device))
         batch = cls(shape, mask, Units(sequence, sequence, sequence))
-        turn, episode = sequence, sequence
+        episode = sequence
         if episodes is not None:
             index = batch.checked("episodes", episodes, per_response=True)
             _, counts = torch.unique_consecutive(index, return_counts=True)
             if len(counts) != len(set(index.tolist())):
                 raise ValueError("episodes: the responses of an episode must be adjacent")
             episode = Segments(Segments(counts).sum(sequence.lengths).long())
+        units = Units(sequence, sequence, episode)
         if turns is not None:
-            index = torch.stack([sequence.index, batch.column(batch.checked("turns", turns)).long()])
-            turn = Segments(torch.unique_consecutive(index, dim=1, return_counts=True)[1])
-        return cls(shape, mask, Units(turn, sequence, episode))
+            units = Units.nested(sequence, episode, batch.column(batch.checked("turns", turns)).long())
+        return cls(shape, mask, units)
 
     def checked(self, name: str, values: Tensor, *, per_response: bool = False) -> Tensor:
         """`values`, which must have the shape of the log-probs, or one value per response."""

@@ -290,28 +290,16 @@ class TokenBatch:
 
     @cached_property
     def units(self) -> Units:
-        """The sampled tokens (M,) of each turn, sequence and episode.
-
-        A turn whose tokens are in several sequences is one turn in each of them.
-        """
+        """The sampled tokens (M,) of each turn, sequence and episode."""
         sequence = Segments(self.sequences.sum(self.sampled).long())
         episode = Segments(self.sequences_of_episodes.sum(sequence.lengths).long())
-        inside = sequence.index
-        if not len(inside):
-            return Units(sequence, sequence, episode)
-        starts = torch.ones_like(inside, dtype=torch.bool)
-        starts[1:] = (inside[1:] != inside[:-1]) | (self.turns[1:] != self.turns[:-1])
-        turn = Segments(torch.bincount(starts.cumsum(0) - 1))
-        return Units(turn, sequence, episode)
+        return Units.nested(sequence, episode, self.turns)
 
-    @cached_property
+    @property
     def in_time(self) -> Tensor:
-        """(M,) int64: indices of the sampled tokens, episode by episode, in the order of sampling.
-
-        The columns have another order where an episode's turns alternate between sequences.
-        """
-        by_turn = self.turns.argsort(stable=True)
-        return by_turn[self.units.episode.index[by_turn].argsort(stable=True)]
+        """(M,) int64: indices of the sampled tokens, episode by episode, in the order of sampling."""
+        order = self.units.episode.order
+        return torch.arange(len(self.turns), device=self.turns.device) if order is None else order
 
     @property
     def inputs(self) -> ModelInputs:

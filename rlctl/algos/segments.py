@@ -33,15 +33,19 @@ class Segments:
 
     Args:
         lengths: (K,) int64, entries of each segment.
+        order: (M,) int64, indices of the entries, segment by segment, in the order of `places`, `padded` and
+            `cumsum`; None: that of the column.
 
     Raises:
         ValueError: lengths are not int64 or negative.
     """
 
-    def __init__(self, lengths: Tensor) -> None:
+    order: Tensor | None = None
+
+    def __init__(self, lengths: Tensor, order: Tensor | None = None) -> None:
         if lengths.ndim != 1 or lengths.dtype != torch.int64 or bool((lengths < 0).any()):
             raise ValueError("lengths of segments must be (K,) int64, none negative")
-        self.lengths = lengths
+        self.lengths, self.order = lengths, order
 
     @classmethod
     def of_index(cls, index: Tensor, count: int) -> Segments:
@@ -70,7 +74,8 @@ class Segments:
     @cached_property
     def places(self) -> Tensor:
         """(M,) int64: position of each entry within its segment, from 0."""
-        return torch.arange(self.total, device=self.lengths.device) - self.spread(self.starts)
+        found = torch.arange(self.total, device=self.lengths.device) - self.spread(self.starts)
+        return found if self.order is None else torch.empty_like(found).scatter_(0, self.order, found)
 
     def _reduced(self, values: Tensor, how: str) -> Tensor:
         if len(values) != self.total:
@@ -121,7 +126,10 @@ class Segments:
 
     def kept(self, mask: Tensor) -> Segments:
         """The segments of the column `values[mask]`, mask (M,) bool."""
-        return Segments(self.sum(mask).long())
+        order = self.order
+        if order is not None:
+            order = (mask.cumsum(0) - 1)[order[mask[order]]]
+        return Segments(self.sum(mask).long(), order)
 
 
 class Singles(Segments):
@@ -157,6 +165,22 @@ class Units:
         same = Segments(lengths)
         return cls(same, same, same)
 
+    @classmethod
+    def nested(cls, sequence: Segments, episode: Segments, turns: Tensor) -> Units:
+        """From the number of the turn (M,) of each token within its episode.
+
+        A turn whose tokens are in several sequences is one turn in each of them. Episodes have the order of
+        sampling, which is not that of the columns where an episode's turns alternate between sequences.
+        """
+        inside, of = sequence.index, episode.index
+        starts = torch.ones_like(inside, dtype=torch.bool)
+        starts[1:] = (inside[1:] != inside[:-1]) | (turns[1:] != turns[:-1])
+        turn = Segments(torch.bincount(starts.cumsum(0) - 1))
+        if ((of[1:] == of[:-1]) & (turns[1:] < turns[:-1])).any():
+            by_turn = turns.argsort(stable=True)
+            episode = Segments(episode.lengths, by_turn[of[by_turn].argsort(stable=True)])
+        return cls(turn, sequence, episode)
+
     @cached_property
     def token(self) -> Segments:
         """Every token by itself."""
@@ -170,7 +194,7 @@ class Units:
     def present(self) -> Units:
         """The segments that are not empty."""
         every = (self.turn, self.sequence, self.episode)
-        return Units(*(Segments(each.lengths[each.lengths > 0]) for each in every))
+        return Units(*(Segments(each.lengths[each.lengths > 0], each.order) for each in every))
 
     def kept(self, mask: Tensor) -> Units:
         """The units of the tokens where `mask` (M,) is True."""

@@ -266,7 +266,7 @@ def estimated(batch: TokenBatch, algorithm: AlgorithmSpec) -> Estimate:
     )
     inputs = AdvantageInputs(
         token_rewards=batch.rewards[order],
-        units=Units(turn, sequence, units.episode),
+        units=Units(turn, sequence, Segments(units.episode.lengths)),
         group_ids=batch.group_ids,
         gamma=algorithm.gamma,
         lam=algorithm.lam,

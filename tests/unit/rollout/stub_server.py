@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import base64
+import contextlib
 import io
 import json
 import math
@@ -18,8 +19,10 @@ import torch
 from rlctl.batch import Turn
 from rlctl.rollout.protocol import EngineContext, Request, Sampling
 from rlctl.rollout.server_access import ONE_TOKEN
+from rlctl.rollout.server_client import ServerClient
 from rlctl.rollout.vllm_server import GENERATE, VLLMServerRollout
-from rlctl.rollout.weights import PublishedWeights
+from rlctl.rollout.weight_sync import WeightSync
+from rlctl.rollout.weights import PublishedWeights, VersionedDir
 from rlctl.spec.load import load_spec
 from tests.unit.rollout.test_hf_rollout import TOKENIZER, random_model
 
@@ -134,7 +137,8 @@ class Handler(BaseHTTPRequestHandler):
             self.server.may_answer.wait(120)
             self.server.engine_works.wait(120)
             if self.path == GENERATE:
-                self.server.answers_in_flight.wait(120)
+                if not body["priority"]:
+                    self.server.answers_in_flight.wait(120)
                 self.answer(200, {"choices": [self.generated(**body["sampling_params"], **body)]})
                 return
             index, token, end = body["seed"] % 10, body["prompt"][-1], TOKENIZER.eos_token_id
@@ -204,10 +208,31 @@ def context_of(
 def engine_on(
     servers: list[Server], tmp_path: Path, *overrides: str, **options: Any
 ) -> tuple[VLLMServerRollout, Any]:
+    """An engine on these servers, and its policy."""
     model = random_model(1)
-    published = PublishedWeights(model, TOKENIZER, tmp_path / "weights")
-    context, urls = context_of(model, *overrides), [server.url for server in servers]
-    return VLLMServerRollout(urls, context, published=published, replicas=None, **options), model
+    return rollout_on(servers, context_of(model, *overrides), tmp_path / "weights", **options), model
+
+
+def rollout_on(
+    servers: list[Server],
+    context: EngineContext,
+    directory: Path,
+    *,
+    has_adapters: bool = False,
+    **options: Any,
+) -> VLLMServerRollout:
+    """As `build_vllm` constructs it, for servers that run already; only rank 0 writes weights."""
+    client = ServerClient([server.url for server in servers], context.spec.rollout.server)
+    held = contextlib.ExitStack()
+    published = None
+    if context.rank == 0:
+        published = PublishedWeights(context.model, TOKENIZER, directory)
+        held.callback(published.close)
+    if has_adapters:
+        options["adapters"] = VersionedDir(directory)
+        held.callback(options["adapters"].close)
+    weights = WeightSync(client, context, published=published, **options)
+    return VLLMServerRollout(context, client, weights, held)
 
 
 def sample(engine: Any, n: int = 3, sampling: Sampling = SAMPLING) -> list[Turn]:

@@ -47,6 +47,7 @@ class Server(ThreadingHTTPServer):
         self.tokens = lambda: 0  # produced so far, in its metrics
         self.logprobs_mode: str | None = "processed_logprobs"  # None: development mode is off; "": it fails
         self.trouble: list[int] = []  # HTTP codes to answer the next completions with; 0: hang up
+        self.fails_at: list[str] = []  # paths of the next requests that it fails to answer
         self.lora: dict[str, Any] | None = None  # settings of its start; None: it takes no adapters
         self.finish_reason: str | None = "stop"
         self.takes_new_adapters = True
@@ -105,7 +106,10 @@ class Handler(BaseHTTPRequestHandler):
             return
         self.server.asked.append((self.path, body))
         self.server.is_awake.wait(120)
-        if self.path.endswith("lora_adapter"):
+        if self.path in self.server.fails_at:
+            self.server.fails_at.remove(self.path)
+            self.answer(500, {})
+        elif self.path.endswith("lora_adapter"):
             self.load_or_unload(body["lora_name"])
         elif self.path == "/update_weight_version":
             self.server.weight_version = body["new_version"]

@@ -212,6 +212,21 @@ def test_a_server_that_was_away_gets_the_newest_weights_before_it_is_asked_again
     assert server.asked[away][1]["kwargs"]["weights_path"].endswith("/v2")
 
 
+def test_a_server_that_fails_while_it_loads_gets_everything_again(
+    servers: list[Server], tmp_path: Path
+) -> None:
+    """It may have been restarted: naming its weights would not give it the newest ones."""
+    engine, model = engine_on(servers[:1], tmp_path)
+    [server] = servers[:1]
+    for path in RELOAD:
+        server.asked.clear()
+        server.fails_at = [path]
+        engine.sync_weights(PlainWeights(model.state_dict().items()), policy_version=1)
+        before = RELOAD[: RELOAD.index(path) + 1]
+        assert server.paths() == [*before, *RELOAD]
+    engine.close()
+
+
 def test_a_server_that_only_stumbled_is_asked_again(servers: list[Server], tmp_path: Path) -> None:
     engine, model = engine_on(servers[:1], tmp_path)
     engine.sync_weights(PlainWeights(model.state_dict().items()), policy_version=1)

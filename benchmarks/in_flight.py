@@ -1,13 +1,15 @@
 """Seconds per step and reward: in flight against synchronous and one batch ahead, with vLLM servers.
 
-    python benchmarks/in_flight.py [--seeds 1-3] [--steps 30] [--memory FILE] [KEY=VALUE …]
+    python benchmarks/in_flight.py [--llm] [--seeds 1-3] [--steps 30] [--memory FILE] [KEY=VALUE …]
 
 Trains the built-in model on `questions.py`, whose episodes have 1 to 40 turns, with one vLLM server on this
 machine for all runs, with token weights, one run at a time, seed by seed, so that a load of the machine
-affects all conditions. Prints Markdown: seconds per step (mean over the steps after the first, then over
-seeds); the ratio to the synchronous run of the same seed with its 95 % interval; mean reward over the last
-half of the steps and its difference to that run with its interval; updates since an episode's first token;
-and the share of episodes with tokens of several versions.
+affects all conditions. `--llm`: SmolLM2-135M-Instruct, episodes of 1 or 8 turns, 6 steps, without pacing.
+
+Prints Markdown: seconds per step (mean over the steps after the first, then over seeds); the ratio to the
+synchronous run of the same seed with its 95 % interval; mean reward over the last half of the steps and its
+difference to that run with its interval; updates since an episode's first token; and the share of episodes
+with tokens of several versions.
 """
 
 from __future__ import annotations
@@ -28,6 +30,9 @@ sys.path.insert(0, str(Path(__file__).parents[1]))
 from benchmarks.intervals import mean_interval
 from benchmarks.learning import seeds_of
 from benchmarks.runs import Job, Outcome, run_all
+from examples import sums
+from rlctl.data.schema import write_rows
+from rlctl.model_files import model_directory
 from rlctl.rollout.build_vllm import replica_settings
 from rlctl.rollout.replicas import Replicas
 from rlctl.rollout.server_access import KEY
@@ -36,11 +41,19 @@ from rlctl.tiny.game import embedded_task
 
 HERE, PRESET = Path(__file__).parent, "rloo-seq-is"
 SHARED = (
-    *("rollout.name=vllm", "rollout.mode=server", "rollout.n=4", "data.train_batch_size=16"),
-    *("actor.ppo_mini_batch_size=16", "actor.lr=5e-4", "actor.lr_warmup_steps=0", "trainer.test_freq=-1"),
-    *(f"environment.name={HERE / 'questions.py'}:questions", "environment.max_turns=40", "reward.terms=[]"),
+    *("rollout.name=vllm", "rollout.mode=server", "rollout.n=4", "trainer.test_freq=-1"),
+    *("actor.lr_warmup_steps=0", "environment.max_turns=40", "reward.terms=[]"),
     *("algorithm.rollout_correction.rollout_is=token", "rollout.server.start_timeout=900"),
     "algorithm.rollout_correction.rollout_is_batch_normalize=false",
+)
+TINY = (
+    *(f"environment.name={HERE / 'questions.py'}:questions", "actor.lr=5e-4"),
+    *("data.train_batch_size=16", "actor.ppo_mini_batch_size=16"),
+)
+LLM = (
+    *(f"environment.name={HERE / 'questions.py'}:sums", "actor.lr=1e-5", "model.path=smollm2-135m"),
+    *("data.train_batch_size=4", "actor.ppo_mini_batch_size=4", "actor.ppo_micro_batch_size_per_gpu=16"),
+    *("data.max_prompt_length=64", "data.max_response_length=10", "engine.dtype=fp32"),
 )
 IN_FLIGHT = "rollout.in_flight=true"
 CONDITIONS = {
@@ -56,17 +69,20 @@ CONDITIONS = {
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--seeds", type=seeds_of, default=seeds_of("1-3"), help="1-3 or 1,4; at least two")
-    parser.add_argument("--steps", type=int, default=30)
+    parser.add_argument("--llm", action="store_true", help="SmolLM2-135M instead of the built-in model")
+    parser.add_argument("--steps", type=int, help="30, or 6 with --llm")
     parser.add_argument("--memory", type=Path, default=Path("in_flight.jsonl"), help="finished runs")
     parser.add_argument("overrides", nargs="*", help="of every run")
     options = parser.parse_args()
-    steps = f"trainer.total_training_steps={options.steps}"
-    with _server() as server:
+    steps = f"trainer.total_training_steps={options.steps or (6 if options.llm else 30)}"
+    conditions = {name: CONDITIONS[name] for name in list(CONDITIONS)[: 3 if options.llm else 4]}
+    shared = (*SHARED, *(LLM if options.llm else TINY), steps)
+    with _server(shared) as server:
         outcomes = run_all(
             [
-                Job("in flight", name, seed, (PRESET,), (*SHARED, *setting, steps, *options.overrides))
+                Job("in flight", name, seed, (PRESET,), (*shared, *setting, *options.overrides))
                 for seed in options.seeds
-                for name, setting in CONDITIONS.items()
+                for name, setting in conditions.items()
             ],
             options.memory,
             workers=1,
@@ -75,7 +91,7 @@ def main() -> None:
     for job, outcome in outcomes.items():
         if outcome.error:
             raise SystemExit(f"{job.name}, seed {job.seed}: {outcome.error}")
-    found = {name: [found for job, found in outcomes.items() if job.name == name] for name in CONDITIONS}
+    found = {name: [found for job, found in outcomes.items() if job.name == name] for name in conditions}
     base = found["synchronous"]
     print("| | s/step | ratio | reward | minus synchronous | age | mixed episodes |")
     print("|---|---|---|---|---|---|---|")
@@ -93,16 +109,20 @@ def main() -> None:
 
 
 @contextlib.contextmanager
-def _server() -> Iterator[tuple[str, ...]]:
-    """A server of the built-in model, as a run in flight starts it; the settings with which runs use it."""
-    os.environ[KEY] = secrets.token_hex(32)
-    spec = load_spec([PRESET], [], [*SHARED, *CONDITIONS["in flight"]]).spec
+def _server(shared: tuple[str, ...]) -> Iterator[tuple[str, ...]]:
+    """A server of the model, as a run in flight starts it; the settings with which runs use it."""
+    os.environ |= {KEY: secrets.token_hex(32), "OMP_NUM_THREADS": "1"}  # a run has one thread, too
     with tempfile.TemporaryDirectory() as where:
-        model, logs, weights = embedded_task(spec).model_dir, Path(where) / "logs", Path(where) / "weights"
-        servers = Replicas(replica_settings(spec), lambda: model, logs)
+        data = Path(where) / "train.parquet"
+        write_rows(data, "train", sums.rows(sums.split()[0]))
+        files = (f"data.train_files={data}",) if LLM[0] in shared else ()
+        spec = load_spec([PRESET], [], [*shared, *files, *CONDITIONS["in flight"]]).spec
+        model = Path(model_directory(spec.model.path)) if files else embedded_task(spec).model_dir
+        servers = Replicas(replica_settings(spec), lambda: model, Path(where) / "logs")
         servers.start()
         try:
-            yield f"rollout.server.urls=[{servers.urls[0]}]", f"rollout.server.weights_dir={weights}"
+            weights = f"rollout.server.weights_dir={Path(where) / 'weights'}"
+            yield f"rollout.server.urls=[{servers.urls[0]}]", weights, *files
         finally:
             servers.close()
 

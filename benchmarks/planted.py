@@ -260,7 +260,7 @@ def _record(change: Callable[[Any, float], Any]) -> None:
         def __call__(self, input_ids: Any, scores: Any) -> Any:
             reported = change(scores.float(), self.temperature).log_softmax(dim=-1)
             forced = super().__call__(input_ids, scores)
-            position = input_ids.shape[1] - self._prompt_length
+            position = self.num_steps - 1
             chosen = forced.argmax(dim=-1, keepdim=True)
             self.log_probs[self.rows, position] = reported.gather(1, chosen).squeeze(1)
             return forced

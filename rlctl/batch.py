@@ -120,17 +120,17 @@ class Sequence:
     @classmethod
     def of_turn(cls, prompt_ids: Many[int], turn: Turn, number: int = 0) -> Sequence:
         """A prompt and what was sampled after it."""
-        prompt = torch.as_tensor(prompt_ids, dtype=torch.int64)
-        token_ids = torch.cat([prompt, turn.token_ids])
+        token_ids = torch.cat([torch.as_tensor(prompt_ids, dtype=torch.int64), turn.token_ids])
+        length = token_ids.numel()  # a tenth of the time of `len`
         return cls(
             token_ids=token_ids,
-            sampled=torch.arange(len(token_ids)) >= len(prompt),
+            sampled=torch.arange(length) >= len(prompt_ids),
             log_probs=turn.log_probs,
             versions=turn.versions,
             turns=torch.full_like(turn.token_ids, number),
             kept=turn.kept,
             most_likely=turn.most_likely,
-            experts=joined_experts(len(token_ids), [(len(token_ids), turn)]),
+            experts=joined_experts(length, [(length, turn)]),
         )
 
 
@@ -177,12 +177,12 @@ class Episode:
     @property
     def num_sampled(self) -> int:
         """Number of tokens that the policy sampled."""
-        return sum(len(sequence.log_probs) for sequence in self.sequences)
+        return sum(sequence.log_probs.numel() for sequence in self.sequences)
 
     @property
     def num_tokens(self) -> int:
         """Number of tokens of all sequences."""
-        return sum(len(sequence.token_ids) for sequence in self.sequences)
+        return sum(sequence.token_ids.numel() for sequence in self.sequences)
 
 
 #: The episodes of one task: unit of the queue, of filtering, of staleness.
@@ -252,12 +252,12 @@ class TokenBatch:
             experts = torch.cat(
                 [none.expand(len(s.token_ids), *shape) if s.experts is None else s.experts for s in sequences]
             )
-        rewards = [torch.zeros(len(s.log_probs)) if s.rewards is None else s.rewards for s in sequences]
+        rewards = [torch.zeros_like(s.log_probs) if s.rewards is None else s.rewards for s in sequences]
         owners = [place for place, episode in enumerate(episodes) for _ in episode.sequences]
         batch = cls(
             token_ids=joined("token_ids", torch.int64),
             sampled=joined("sampled", torch.bool),
-            lengths=torch.tensor([len(sequence.token_ids) for sequence in sequences], dtype=torch.int64),
+            lengths=torch.tensor([sequence.token_ids.numel() for sequence in sequences], dtype=torch.int64),
             owners=torch.tensor(owners, dtype=torch.int64),
             group_ids=torch.tensor([e.task.group_id for e in episodes], dtype=torch.int64),
             members=torch.tensor([e.member for e in episodes], dtype=torch.int64),

@@ -11,6 +11,7 @@ import contextlib
 import copy
 from collections.abc import Sequence
 from dataclasses import replace
+from itertools import chain
 from typing import Any, Literal
 
 import torch
@@ -118,7 +119,7 @@ class HFRollout:
             window=shortest_window(self._model.config.get_text_config()) - longest,
         )
         prompt_ids, prompt_mask = prompt_ids.to(self._device), prompt_mask.to(self._device)
-        sampler = RecordingSampler(requests, sampling, prompt_ids.shape[1], self._eos_ids, self._device)
+        sampler = RecordingSampler(requests, sampling, self._eos_ids, self._device)
         config = GenerationConfig(
             max_length=prompt_ids.shape[1] + sampler.tokens.shape[1],
             return_dict_in_generate=True,
@@ -204,7 +205,7 @@ def _in_columns(
         Token ids (B, P) int64; the mask (B, P) bool of those that are not padding; columns of the first part.
     """
     lengths = torch.tensor([len(row) for row in rows])
-    flat, ids = Segments(lengths), torch.cat([torch.as_tensor(row, dtype=torch.int64) for row in rows])
+    flat, ids = Segments(lengths), torch.tensor([*chain.from_iterable(rows)])
     cost, width, cuts = len(rows) * int(lengths.max()), 0, torch.zeros_like(lengths)
     common = equal_beginnings(flat.padded(ids, -1)).sum(1)
     # with the row before; every row goes on with a token of its own
@@ -245,17 +246,16 @@ class RecordingSampler(LogitsProcessor):  # type: ignore[misc]  # transformers i
         self,
         requests: Sequence[Request],
         sampling: Sampling,
-        prompt_length: int,
         end_ids: Sequence[int],
         device: torch.device | str = "cpu",
     ) -> None:
-        """Draws all random numbers; `prompt_length` includes padding."""
+        """Draws all random numbers."""
         limits = [request.limit(sampling) for request in requests]
         drawn = [uniforms(request.seed, limit) for request, limit in zip(requests, limits, strict=True)]
         self._uniforms = pad_sequence(drawn, batch_first=True).to(device)
         self._limits = torch.tensor(limits, device=device)
         self._end_ids = torch.tensor(list(end_ids), device=device)
-        self._prompt_length, self._sampling = prompt_length, sampling
+        self._sampling = sampling
         self.tokens = torch.zeros(self._uniforms.shape, dtype=torch.int64, device=device)
         self.log_probs = torch.zeros(self._uniforms.shape, dtype=torch.float32, device=device)
         self.lengths = torch.zeros_like(self._limits)
@@ -268,9 +268,8 @@ class RecordingSampler(LogitsProcessor):  # type: ignore[misc]  # transformers i
 
     def __call__(self, input_ids: Tensor, scores: Tensor) -> Tensor:
         """Sets (B, V) `scores` in place to zero at the chosen token and to -inf elsewhere."""
-        position = input_ids.shape[1] - self._prompt_length
-        running, rows = self._running[self.rows], self.rows
-        self.num_steps = position + 1
+        position, running, rows = self.num_steps, self._running[self.rows], self.rows
+        self.num_steps += 1
         if self._sampling.with_kept:
             self._keep(position, scores, running)
         log_probs = scores.float().log_softmax(dim=-1)
@@ -328,7 +327,9 @@ class RecordingSampler(LogitsProcessor):  # type: ignore[misc]  # transformers i
 
     def _columns(self, rows: Tensor) -> list[Tensor]:
         """Of (B, T, …), what belongs to sampled tokens: for each turn (t, …)."""
-        return [row[:length].clone() for row, length in zip(rows.cpu(), self.lengths.tolist(), strict=True)]
+        lengths = self.lengths.cpu()
+        is_sampled = torch.arange(rows.shape[1]) < lengths[:, None]
+        return [row.clone() for row in rows.cpu()[is_sampled].split(lengths.tolist())]
 
     def _kept(self) -> list[TokenLists]:
         """For each turn, the tokens that each of its tokens was sampled from."""
@@ -366,19 +367,18 @@ def uniforms(seed: int, count: int) -> Tensor:
 
 def processors(sampling: Sampling, sampler: RecordingSampler) -> LogitsProcessorList:
     """transformers' processors for `sampling`, in transformers' order, then `sampler`."""
-    chain = LogitsProcessorList()
-    if sampling.temperature != 1.0:
-        chain.append(TemperatureLogitsWarper(sampling.temperature))
-    return LogitsProcessorList([*chain, *truncation(sampling), sampler])
+    is_hotter = sampling.temperature != 1.0
+    first = [TemperatureLogitsWarper(sampling.temperature)] if is_hotter else []
+    return LogitsProcessorList([*first, *truncation(sampling), sampler])
 
 
 def truncation(sampling: Sampling) -> LogitsProcessorList:
     """transformers' processors for top-k, top-p and min-p, which apply to logits over the temperature."""
-    chain = LogitsProcessorList()
+    found = LogitsProcessorList()
     if sampling.top_k > 0:
-        chain.append(TopKLogitsWarper(sampling.top_k))
+        found.append(TopKLogitsWarper(sampling.top_k))
     if sampling.top_p < 1.0:
-        chain.append(TopPLogitsWarper(sampling.top_p))
+        found.append(TopPLogitsWarper(sampling.top_p))
     if sampling.min_p > 0.0:
-        chain.append(MinPLogitsWarper(sampling.min_p))
-    return chain
+        found.append(MinPLogitsWarper(sampling.min_p))
+    return found

@@ -69,7 +69,7 @@ def test_the_sampler_counts_what_it_chose_and_says_why_a_turn_ended() -> None:
     """Tokens chosen for a row after its end or limit are not counted, whatever they are."""
     chosen = torch.tensor([[5, 9, 6], [5, 6, 7], [8, 9, 9], [4, 4, 9], [4, 9, 4]])
     requests = [Request([1], row, limit) for row, limit in enumerate([None, None, None, 2, 2])]
-    sampler = RecordingSampler(requests, Sampling(3, greedy=True), 0, [9, 8])
+    sampler = RecordingSampler(requests, Sampling(3, greedy=True), [9, 8])
     for place in range(3):
         given = torch.nn.functional.one_hot(chosen[:, place], 10).float()
         forced = sampler(chosen[:, :place], given).argmax(-1)

@@ -164,7 +164,7 @@ def _on_servers(context: EngineContext) -> VLLMServerRollout:
         published = PublishedWeights(context.model, context.tokenizer, directory)
         held.callback(published.close)
         if not server.urls:
-            hosts = held.enter_context(_ray_hosts(spec, broadcasts)) if by_ray else None
+            hosts = held.enter_context(_ray_hosts(spec, broadcasts)) if by_ray else ()
             if importlib.util.find_spec("vllm") is None and not by_ray:
                 raise vllm_missing(ModuleNotFoundError(name="vllm"))
             logs = context.run_dir / ENGINE_LOGS / (f"node-{node}" if node else "")

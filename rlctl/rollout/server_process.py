@@ -80,8 +80,9 @@ class LocalHost:
 
     def end(self) -> None:
         """Ends the server and everything it started: first with SIGTERM, then with SIGKILL."""
-        process = self._process
-        for sign in (signal.SIGTERM, signal.SIGKILL) if process else ():
+        if not (process := self._process):
+            return
+        for sign in (signal.SIGTERM, signal.SIGKILL):
             with contextlib.suppress(ProcessLookupError):
                 os.killpg(process.pid, sign)
             with contextlib.suppress(subprocess.TimeoutExpired):

@@ -115,10 +115,10 @@ class Replicas:
     ) -> None:
         self._settings, self._server, self._model = settings, settings.server, model
         log_dir.mkdir(parents=True, exist_ok=True)
-        here = range(0 if hosts else self._server.replicas)
+        here = range(self._server.replicas)
+        all_hosts: Sequence[LocalHost | RayHost] = hosts or [LocalHost(settings.host) for _ in here]
         self._replicas = [
-            _Replica(index, host, log_dir / f"engine-{index}.log")
-            for index, host in enumerate([*hosts, *(LocalHost(settings.host) for _ in here)])
+            _Replica(index, host, log_dir / f"engine-{index}.log") for index, host in enumerate(all_hosts)
         ]
         self._restarts_left, self._patience = self._server.max_restarts, self._server.answer_timeout
         self._failure: RunFailure | None = None

@@ -125,7 +125,8 @@ class VLLMServerRollout(CompletionRollout):
         """The completions of requests to one server; it gets those again that it has failed to answer."""
         client, weights = self._client, self._weights
         found: dict[int, Completion] = {}
-        for _ in range(TRIES):
+        tries_left = TRIES  # in a row that bring nothing
+        while tries_left:
             urls = self._current_urls()
             url = urls[(self._rank + number) % len(urls)]
             missing = [place for place in requests if place not in found]
@@ -136,10 +137,12 @@ class VLLMServerRollout(CompletionRollout):
                 await client.until_it_answers(url, failure)
             # In flight, an answer has its versions. Otherwise a restarted server may have given some answers
             # before it failed to give the others, or all of them.
-            if self._in_flight or await client.repeated(weights.is_current, url):
-                found |= {p: each for p, each in answers.items() if isinstance(each, Completion)}
+            is_current = self._in_flight or await client.repeated(weights.is_current, url)
+            fine = {p: each for p, each in answers.items() if is_current and isinstance(each, Completion)}
+            found |= fine
             if len(found) == len(requests):
                 return found
+            tries_left = TRIES if fine else tries_left - 1
             self.num_repeated += len(requests) - len(found)
             await client.repeated(weights.renew, url)
         words = f": {failure.what}" if failure else ""

@@ -46,7 +46,8 @@ class Server(ThreadingHTTPServer):
         self.key = ""
         self.tokens = lambda: 0  # produced so far, in its metrics
         self.logprobs_mode: str | None = "processed_logprobs"  # None: development mode is off; "": it fails
-        self.trouble: list[int] = []  # HTTP codes to answer the next completions with; 0: hang up
+        #: HTTP codes to answer the next completions with, the last first; 0: hang up; None: as usual
+        self.trouble: list[int | None] = []
         self.fails_at: list[str] = []  # paths of the next requests that it fails to answer
         self.lora: dict[str, Any] | None = None  # settings of its start; None: it takes no adapters
         self.finish_reason: str | None = "stop"
@@ -130,8 +131,7 @@ class Handler(BaseHTTPRequestHandler):
             self.answer(400, {"error": {"message": "fields are missing"}})
         elif body["model"] not in ["policy", *self.server.adapters]:
             self.answer(404, {"error": {"message": f"The model {body['model']} does not exist."}})
-        elif self.server.trouble:
-            code = self.server.trouble.pop()
+        elif self.server.trouble and (code := self.server.trouble.pop()) is not None:
             if code == 0:
                 self.close_connection = True
                 return

@@ -212,6 +212,25 @@ def test_a_server_that_was_away_gets_the_newest_weights_before_it_is_asked_again
     assert server.asked[away][1]["kwargs"]["weights_path"].endswith("/v2")
 
 
+def test_a_server_that_answers_some_requests_is_asked_for_the_others(
+    servers: list[Server], tmp_path: Path
+) -> None:
+    """However often, as a busy one may be; it is given up after three times that bring nothing."""
+    engine, model = engine_on(servers[:1], tmp_path)
+    engine.sync_weights(PlainWeights(model.state_dict().items()), policy_version=1)
+    [server] = servers[:1]
+    server.trouble = [500, None, 0, None, 500, 500, None, None, None, 0, 500, 500]
+    turns = sample(engine)
+    assert [len(turn.token_ids) for turn in turns] == [1, 2, 3, 1, 2, 3]
+    assert server.paths().count("/v1/completions") == 6 + 3 + 2 + 1 + 1
+    assert engine.num_repeated == 3 + 2 + 1 + 1
+    server.trouble = [500] * 18
+    with pytest.raises(RunFailure, match=r"repeatedly.*the engine says why"):
+        sample(engine)
+    assert server.trouble == []
+    engine.close()
+
+
 def test_a_server_that_fails_while_it_loads_gets_everything_again(
     servers: list[Server], tmp_path: Path
 ) -> None:

@@ -172,7 +172,7 @@ class VLLMServerRollout(CompletionRollout):
         weights, parameters = self._weights, self._parameters(sampling, request)
         if not self._in_flight:
             body: dict[str, Any] = {
-                "model": weights.newest.model,
+                "model": weights.newest.adapter or MODEL_NAME,
                 "prompt": list(request.token_ids),
                 "return_token_ids": True,
                 "return_tokens_as_token_ids": True,

@@ -17,7 +17,7 @@ from rlctl.errors import RunFailure, UsageError, failing_together
 from rlctl.rollout.completions import MERGE_LORA
 from rlctl.rollout.protocol import EngineContext, Policy, SavedAdapter
 from rlctl.rollout.replicas import Replicas
-from rlctl.rollout.server_access import MODEL_NAME, ONE_TOKEN
+from rlctl.rollout.server_access import ONE_TOKEN
 from rlctl.rollout.server_client import RETRY_S, SYNC_S, ServerClient
 from rlctl.rollout.weight_broadcast import WeightBroadcast
 from rlctl.rollout.weights import PublishedWeights, VersionedDir
@@ -29,18 +29,14 @@ class PublishedPaths:
 
     Attributes:
         weights: directory of a model, with LoRA of the frozen base; "": the weights were broadcast.
-        adapter: directory of the LoRA adapter; "": there is none.
+        adapter: directory of the LoRA adapter, also its name in requests, so that versions are not confused;
+            "": there is none.
         tag: unique version string that each server reports for its weights.
     """
 
     weights: str = ""
     adapter: str = ""
     tag: str = ""
-
-    @property
-    def model(self) -> str:
-        """Model name for requests; an adapter is served under its path, so that versions are not confused."""
-        return self.adapter or MODEL_NAME
 
 
 class WeightSync:

@@ -127,7 +127,9 @@ class ServerClient:
             trust_env=False,  # proxies of the environment are for external hosts, not for engines
         )
 
-    async def everywhere(self, call: Callable[[str], Awaitable[_Result]], patience: float) -> list[_Result]:
+    async def everywhere(
+        self, call: Callable[[str], Awaitable[_Result]], patience: float | None = None
+    ) -> list[_Result]:
         """The results of a call for each server; see `watched` and `repeated`."""
         return await self.watched((self.repeated(call, url) for url in self.urls), patience)
 
@@ -159,15 +161,21 @@ class ServerClient:
                 return
         raise RunFailure(f"a vLLM server does not answer any more: {failure.what}", where=url)
 
-    async def watched(self, work: Iterable[Awaitable[_Result]], patience: float) -> list[_Result]:
+    async def watched(
+        self, work: Iterable[Awaitable[_Result]], patience: float | None = None
+    ) -> list[_Result]:
         """Returns the results; meanwhile checks regularly that every server's engine works.
 
-        What runs at the same time shares these checks, and the patience of the first.
+        What runs at the same time shares these checks, and must have the same patience.
+
+        Args:
+            patience: in seconds; None: enough for an engine that is paused, or loads weights.
 
         Raises:
-            RunFailure: an engine has produced no token for `patience` seconds.
+            RunFailure: an engine has produced no token for so long.
         """
         if not self._watching:
+            patience = max(self.answer_timeout, SYNC_S) if patience is None else patience
             self._watching = [asyncio.create_task(_until_silent(url, patience)) for url in self.urls]
         self._num_watched += 1
 

@@ -19,7 +19,7 @@ from rlctl.errors import RunFailure
 from rlctl.rollout.completions import Completion, CompletionRollout, listed_tokens
 from rlctl.rollout.protocol import EngineContext, Policy, Request, Sampling
 from rlctl.rollout.server_access import MODEL_NAME
-from rlctl.rollout.server_client import SYNC_S, TRIES, ServerClient, ServerFailed
+from rlctl.rollout.server_client import TRIES, ServerClient, ServerFailed
 from rlctl.rollout.weight_sync import WeightSync
 
 #: Maximum number of open requests per rank, and of those in flight.
@@ -112,8 +112,7 @@ class VLLMServerRollout(CompletionRollout):
         self, shares: Mapping[int, Mapping[int, Request]], sampling: Sampling, *, is_ahead: bool
     ) -> list[Completion]:
         """The completions of all requests, by the places that the shares of the servers give."""
-        timeout = self._client.answer_timeout  # a paused engine produces nothing
-        patience = max(timeout, SYNC_S) if self._in_flight else timeout
+        patience = None if self._in_flight else self._client.answer_timeout
         work = (self._share(*share, sampling, is_ahead=is_ahead) for share in shares.items())
         parts = self._client.run(self._client.watched(work, patience))
         found = {place: completion for part in parts for place, completion in part.items()}

@@ -122,8 +122,7 @@ class WeightSync:
         with failing_together(self._agree):
             if self._rank == 0:
                 load = partial(self._load, last=last, with_weights=has_files)
-                patience = max(self._client.answer_timeout, SYNC_S)
-                self._client.run(self._client.everywhere(load, patience))
+                self._client.run(self._client.everywhere(load))
         self.salt = self.newest.tag
         self.lost.clear()
 
@@ -136,7 +135,7 @@ class WeightSync:
         starts = self._replicas if self._replicas and not self._replicas.is_started else None
         if weights is not None and self.broadcast and self._forms_group(self.broadcast):
             if self._in_flight:  # chunk by chunk: until the last one, the weights are a mixture
-                self._client.run(self._client.everywhere(self.pause, SYNC_S))
+                self._client.run(self._client.everywhere(self.pause))
             self.broadcast.send(weights)
             weights, weights_path = None, ""
         if weights is not None:
@@ -157,9 +156,7 @@ class WeightSync:
         client = self._client
         try:
             # A restarted server is not in the group any more.
-            if not broadcast.is_connected or not all(
-                client.run(client.everywhere(self.is_current, client.answer_timeout))
-            ):
+            if not broadcast.is_connected or not all(client.run(client.everywhere(self.is_current))):
                 broadcast.connect()
         except RunFailure as error:
             if self._needs_broadcast:

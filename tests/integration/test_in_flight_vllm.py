@@ -159,7 +159,7 @@ def test_a_server_that_is_killed_while_it_samples_loses_no_request(
         if "rlctl.rollout.server_process" in child.cmdline() and "--port" in child.cmdline()
     ][:1]
     # A paused engine ends no request, on however fast a machine; a server that was restarted is not paused.
-    rollout._client.run(rollout._client.everywhere(rollout._weights.pause, 60.0))
+    rollout._client.run(rollout._client.everywhere(rollout._weights.pause))
     with ThreadPoolExecutor(COUNT) as threads:
         requests = [Request(PROMPT, seed=seed, max_tokens=LENGTH) for seed in range(COUNT)]
         turns = [threads.submit(rollout.sample_in_flight, [request], SAMPLING) for request in requests]

@@ -13,6 +13,7 @@ from base64 import b64encode
 from collections.abc import Callable, Iterable
 from concurrent.futures import FIRST_EXCEPTION, Future, wait
 from datetime import timedelta
+from functools import partial
 from itertools import accumulate, repeat
 from typing import Any, TypeVar
 from urllib.parse import urlsplit
@@ -65,10 +66,10 @@ class WeightBroadcast:
         self.close()
         answers = [self._client.run(self._client.send(url, "/get_world_size")) for url in self._client.urls]
         sizes = [int(answer.json()["world_size"]) for answer in answers]
-        kind: Callable[..., _NcclGroup | _GlooGroup] = (
-            _NcclGroup if self._device.type == "cuda" else _GlooGroup
-        )
-        created = _in_background(kind, 1 + sum(sizes), self._client.urls, self._device)
+        create: Callable[[int], _NcclGroup | _GlooGroup] = partial(_GlooGroup, self._client.urls)
+        if self._device.type == "cuda":
+            create = partial(_NcclGroup, self._device)
+        created = _in_background(create, 1 + sum(sizes))
         _all_done([created], _CONNECT_S, _NOT_FORMED)
         group = created.result()
         opened = _in_background(group.join)
@@ -128,8 +129,7 @@ class _NcclGroup:
             protected port; vLLM's alternative is a port that everyone can use, whose content it unpickles.
     """
 
-    def __init__(self, world_size: int, urls: list[str], device: torch.device) -> None:
-        del urls
+    def __init__(self, device: torch.device, world_size: int) -> None:
         self.world_size, self._device = world_size, device
         with IsolatedState().running():
             from vllm.distributed.device_communicators.pynccl import NCCLLibrary
@@ -162,8 +162,7 @@ _LEFT: list[Any] = []
 class _GlooGroup:
     """The same over gloo; on one machine, its members meet at a file that only their user can read."""
 
-    def __init__(self, world_size: int, urls: list[str], device: torch.device) -> None:
-        del device
+    def __init__(self, urls: list[str], world_size: int) -> None:
         self.world_size, self._held = world_size, contextlib.ExitStack()
         host = own_address(urlsplit(url).hostname for url in urls)
         if host in {"127.0.0.1", "::1"}:

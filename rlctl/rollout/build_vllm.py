@@ -177,7 +177,7 @@ def _on_servers(context: EngineContext) -> VLLMServerRollout:
     urls = [url.rstrip("/") for url in server.urls]
     for each in range(0 if urls else on_nodes):
         urls += context.agree(" ".join(replicas.urls) if replicas and each == node else "").split()
-    client = ServerClient(urls, server, *([replicas.check] if replicas else []))
+    client = ServerClient(urls, server, replicas.check if replicas else None)
     if is_main and published and broadcasts:
         broadcast = WeightBroadcast(client, published.expected, context.device)
         held.callback(broadcast.close)

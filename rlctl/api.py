@@ -575,6 +575,8 @@ class _Flat:
         shape = (len(self.units.sequence),) if per_response else self.shape
         if tuple(values.shape) != shape:
             raise ValueError(f"{name} must have shape {shape}, not {tuple(values.shape)}")
+        if name in {"turns", "episodes"} and (values.is_floating_point() or values.is_complex()):
+            raise ValueError(f"{name} must be integers, not {values.dtype}")
         return values
 
     def column(self, values: Tensor) -> Tensor:

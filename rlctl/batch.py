@@ -159,7 +159,8 @@ class Episode:
     sequences: tuple[Sequence, ...]
     response: str  # text that graders read
     stop_reason: str = "completed"  # or max_tokens, aborted, …
-    reward: float | None = None  # of the environment itself, added to the graders'; None: it gives none
+    #: of the environment itself, those of turns included, added to the graders'; None: it gives none
+    reward: float | None = None
     error: str = ""  # why the episode is excluded from training; empty: it is not
     metrics: Mapping[str, float] = field(default_factory=dict)
     messages: tuple[Mapping[str, Any], ...] = ()  # the conversation, for display; empty: prompt and response
@@ -302,6 +303,15 @@ class TokenBatch:
         starts[1:] = (inside[1:] != inside[:-1]) | (self.turns[1:] != self.turns[:-1])
         turn = Segments(torch.bincount(starts.cumsum(0) - 1))
         return Units(turn, sequence, episode)
+
+    @cached_property
+    def in_time(self) -> Tensor:
+        """(M,) int64: indices of the sampled tokens, episode by episode, in the order of sampling.
+
+        The columns have another order where an episode's turns alternate between sequences.
+        """
+        by_turn = self.turns.argsort(stable=True)
+        return by_turn[self.units.episode.index[by_turn].argsort(stable=True)]
 
     @property
     def inputs(self) -> ModelInputs:

@@ -30,9 +30,12 @@ _DISCOUNT = {"algorithm.gamma", "algorithm.gamma_per"}
 class AdvantageInputs(PartInputs):
     """Inputs of an advantage estimator: the E episodes of the whole batch, of which M tokens were sampled.
 
+    The tokens of an episode are in the order in which they were sampled; `units.sequence` has each run of
+    tokens of one sequence.
+
     Attributes:
-        token_rewards: (M,) float32, the score at an episode's last token and rewards of the environment,
-            minus any KL penalty.
+        token_rewards: (M,) float32, rewards of turns at their last tokens and the rest of the score at an
+            episode's last token, minus any KL penalty.
         units: the tokens of each turn, sequence and episode.
         group_ids: (E,) int64, equal for the episodes of one prompt.
         gamma, lam: discount, and GAE's λ.

@@ -74,6 +74,9 @@ def plan(run: RunLog) -> RunPlan:
         raise UsageError(what, where=str(run.path), fix=f"name a run of at least {_FEWEST + _WARM_UP} steps")
     syncs = run.table.series(SYNC).values
     sync = float(syncs[_WARM_UP:].mean()) if len(syncs) > _WARM_UP else 0.0
+    if not 0.0 < gen.mean() <= 1.01 * step.mean() - sync:
+        what = f"of {step.mean():.3g} s per step, {GEN} is {gen.mean():.3g} s and {SYNC} {sync:.3g} s"
+        raise UsageError(what, where=str(run.path), fix=f"name a log in which they are parts of {STEP}")
     a, b = fitted(gen, longest, mean)
     error = gen - a * longest - b * mean  # what the lengths do not explain stays as it was
     rest = np.maximum(step - gen - sync, 0.0)

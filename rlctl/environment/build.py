@@ -7,7 +7,9 @@ or function as it is. Does not import torch, because the spec reads names.
 from __future__ import annotations
 
 import inspect
-from collections.abc import Iterable, Mapping, Sequence
+import threading
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
 from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any
@@ -100,6 +102,7 @@ class EpisodeSource:
         self.spec, self._tokenizer, self._context_length = spec, tokenizer, context_length
         self._template_kwargs = chat_template_kwargs or {}
         self._built: dict[str, Environment] = {}
+        self._running, self._changed = 0, threading.Condition()  # episodes of environments, in all threads
 
     @classmethod
     def of(cls, spec: RunSpec, tokenizer: Any) -> EpisodeSource:
@@ -134,11 +137,27 @@ class EpisodeSource:
             if name == SINGLE_TURN:
                 episodes = sample_members(engine, some, sampling, step_seed, self._tokenizer)
             else:
-                environment = self._environment(name, sampling)
+                with self._changed:
+                    environment = self._environment(name, sampling)
                 given = (environment, engine, some, sampling, step_seed, self.spec, self._context_length)
-                episodes = run_episodes(*given)
+                with self._room_for(len(some)):
+                    episodes = run_episodes(*given)
             found |= zip(rows, episodes, strict=True)
         return [found[place] for place in range(len(members))]
+
+    @contextmanager
+    def _room_for(self, count: int) -> Iterator[None]:
+        """Waits until so many episodes may run, `environment.concurrency` at most, beside other threads'."""
+        count = min(count, self.spec.concurrency)
+        with self._changed:
+            self._changed.wait_for(lambda: self._running + count <= self.spec.concurrency)
+            self._running += count
+        try:
+            yield
+        finally:
+            with self._changed:
+                self._running -= count
+                self._changed.notify_all()
 
     def groups(
         self, engine: ResponseSampler, tasks: Sequence[Task], n: int, sampling: Sampling, step_seed: int

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 from rlctl.environment.conversation import Conversation, Reply
 from rlctl.environment.protocol import LimitReached
-from rlctl.environment.renderer import ChatRenderer, Message
+from rlctl.environment.renderer import ChatRenderer, Message, encodable
 from rlctl.errors import UsageError
 
 if TYPE_CHECKING:
@@ -226,6 +226,8 @@ def _read(request: Any) -> tuple[list[Message], Sequence[Mapping[str, Any]]]:
     """
     if not isinstance(request, dict) or not isinstance(request.get("messages"), list):
         raise Refused(400, "invalid_request", "the request has no list `messages`")
+    if not isinstance(request.get("stream_options") or {}, dict):
+        raise Refused(400, "invalid_request", "stream_options: give an object")
     for name, allowed in _REFUSED.items():
         if request.get(name) not in (None, allowed):
             raise Refused(400, "unsupported", f"{name}={request[name]!r} is not supported: leave it out")
@@ -236,14 +238,15 @@ def _read(request: Any) -> tuple[list[Message], Sequence[Mapping[str, Any]]]:
     tools, choice = request.get("tools") or [], request.get("tool_choice") or "auto"
     if choice not in ("auto", "none"):
         raise Refused(400, "unsupported", f"tool_choice={choice!r} is not supported: use auto or none")
-    if not isinstance(tools, list) or not all(isinstance(t, dict) and "function" in t for t in tools):
-        raise Refused(400, "invalid_request", "tools: give a list of functions")
     try:
         messages = [_plain(message) for message in request["messages"]]
-    except (KeyError, TypeError, ValueError, AttributeError) as error:
-        what = f"a message cannot be read ({type(error).__name__}: {error}): give role and text"
+        if not all(isinstance(tool["function"]["name"], str) for tool in tools):
+            raise TypeError("a name is text")
+    except (KeyError, TypeError, ValueError, AttributeError, RecursionError) as error:
+        found = f"{type(error).__name__}: {error}"
+        what = f"messages or tools cannot be read ({found}): give role and text, and functions with names"
         raise Refused(400, "invalid_request", what) from error
-    return messages, [] if choice == "none" else tools
+    return encodable(messages), [] if choice == "none" else encodable(tools)
 
 
 def _plain(message: Mapping[str, Any]) -> Message:

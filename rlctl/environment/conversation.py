@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from rlctl.environment.renderer import ChatRenderer, Message, ToolCall, WrittenReply, parse_calls
+from rlctl.environment.renderer import ChatRenderer, Message, ToolCall, WrittenReply, encodable, parse_calls
 
 if TYPE_CHECKING:
     from rlctl.batch import Task, Turn
@@ -88,8 +88,7 @@ class Conversation:
 
         Two messages of the user become one, because many templates refuse them.
         """
-        message = {"role": role, "content": content, **more}
-        message = {key: _encodable(value) for key, value in message.items()}
+        message = encodable({"role": role, "content": content, **more})
         if role == "user" and self.messages and self.messages[-1]["role"] == "user":
             last = self.messages.pop()
             message = {**last, "content": f"{last['content']}\n\n{message['content']}"}
@@ -101,7 +100,7 @@ class Conversation:
             self.add("user", more)
             return
         last = self.messages[places[-1]]
-        self.messages[places[-1]] = {**last, "content": f"{last['content']}{_encodable(more)}"}
+        self.messages[places[-1]] = {**last, "content": f"{last['content']}{encodable(more)}"}
 
     def _context(self) -> list[int]:
         """The tokens that the next turn reads: those so far and what follows them, or a new rendering."""
@@ -127,8 +126,3 @@ class Conversation:
 
         asked = self._renderer.tokenizer.decode(read[-_LAST_TOKENS:])
         return parse_calls(without_thoughts(content, asked), self._tools)
-
-
-def _encodable(value: Any) -> Any:
-    """Text without lone surrogates, which cannot be encoded; JSON that the policy wrote may contain them."""
-    return value.encode(errors="replace").decode() if isinstance(value, str) else value

@@ -18,8 +18,7 @@ if TYPE_CHECKING:
     from rlctl.rollout.protocol import Sampling
     from rlctl.spec.environment import EnvironmentSpec
 
-#: Why an episode ended. The first group are outcomes of the policy; `aborted` (by the engine), `timeout` of
-#: the environment and `environment_error` exclude the episode from training.
+#: Why an episode ended. `aborted` (by the engine) and `environment_error` exclude it from training.
 STOP_REASONS = (
     *("completed", "tool_stopped", "max_turns", "max_tokens", "context_overflow", "max_tool_calls"),
     *("parse_error", "timeout", "environment_error", "aborted"),
@@ -63,7 +62,7 @@ class Outcome:
     Attributes:
         response: text that graders read.
         reward: of the environment itself, added to the graders'; None: it gives none.
-        turn_rewards: one per turn, at its last token; empty: none. They add to the score.
+        turn_rewards: one per turn, at its last token; empty: none. Their sum is part of the score.
         stop_reason: one of `STOP_REASONS`.
         messages: the conversation, for display.
         metrics: numbers of the episode, logged as means `episode/NAME`.

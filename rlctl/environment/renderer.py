@@ -300,7 +300,15 @@ def _values(text: str) -> list[Any] | None:
         while place < len(text := text.rstrip("; \t\r\n")):
             place += len(text[place:]) - len(text[place:].lstrip("; \t\r\n"))
             value, place = decoder.raw_decode(text, place)
-            found.append(value)
+            found.append(encodable(value))
     except (ValueError, RecursionError):
         return None
     return found
+
+
+def encodable(value: Any) -> Any:
+    """A JSON value without lone surrogates, which no tokenizer takes; escapes in JSON may stand for some.
+
+    What JSON does not have becomes text.
+    """
+    return json.loads(json.dumps(value, ensure_ascii=False, default=str).encode(errors="replace"))

@@ -22,6 +22,7 @@ import torch
 from rlctl.batch import Episode, Task, Turn
 from rlctl.environment.protocol import STOP_REASONS, EnvironmentFault, LimitReached, Outcome
 from rlctl.environment.recording import Recorder
+from rlctl.environment.renderer import encodable
 from rlctl.errors import first_line
 from rlctl.rollout.protocol import Request, turn_seed
 from rlctl.spec.base import seconds
@@ -274,9 +275,10 @@ async def _episode(
     environment: Environment, task: Task, member: int, sampler: EpisodeSampler, spec: EnvironmentSpec
 ) -> Episode:
     """Runs one episode to its end, its limit, or its failure."""
-    running = asyncio.ensure_future(environment.run(task, sampler))
-    limit, outcome = seconds(spec.episode_timeout), _without_reward("timeout")
+    limit = left = seconds(spec.episode_timeout)
+    outcome = _without_reward("timeout")
     try:
+        running = asyncio.ensure_future(environment.run(task, sampler))
         while not running.done():
             left = limit - sampler.environment_s
             if left <= 0:
@@ -286,6 +288,8 @@ async def _episode(
             await asyncio.wait({running}, timeout=max(left, 0.05))
         if running.done() and not running.cancelled():
             outcome = _checked(running.result(), sampler)
+        elif left > 0:
+            raise EnvironmentFault("it cancelled itself")
         elif not sampler.recorder.num_turns:  # the policy cannot have caused it
             raise EnvironmentFault(f"no turn within {spec.episode_timeout}")
     except LimitReached as reached:
@@ -308,21 +312,27 @@ def _without_reward(stop_reason: str) -> Outcome:
 
 
 def _checked(outcome: Outcome, sampler: EpisodeSampler) -> Outcome:
-    """The outcome, if an environment may return it.
+    """The outcome in Python's own types, which checkpoints take, if an environment may return it; its reward
+    includes those of turns.
 
     Raises:
         EnvironmentFault: it may not.
     """
     if not isinstance(outcome, Outcome):
         raise EnvironmentFault(f"it returned {type(outcome).__name__}, not an Outcome")
+    if not isinstance(outcome.response, str):
+        raise EnvironmentFault(f"its response is {type(outcome.response).__name__}, not text")
     if outcome.stop_reason not in STOP_REASONS:
         raise EnvironmentFault(f"stop_reason {outcome.stop_reason!r} is not one of {', '.join(STOP_REASONS)}")
-    given, expected = len(outcome.turn_rewards), sampler.recorder.num_turns
-    if given not in (0, expected):
-        raise EnvironmentFault(f"it returned {given} rewards of {expected} turns")
-    if not all(map(math.isfinite, (outcome.reward or 0.0, *outcome.turn_rewards))):
-        raise EnvironmentFault(f"a reward is not finite: {outcome.reward}, {list(outcome.turn_rewards)}")
-    return outcome
+    given, expected = [float(reward) for reward in outcome.turn_rewards], sampler.recorder.num_turns
+    if len(given) not in (0, expected):
+        raise EnvironmentFault(f"it returned {len(given)} rewards of {expected} turns")
+    reward = None if outcome.reward is None and not given else sum(given, float(outcome.reward or 0.0))
+    metrics = {name: float(number) for name, number in outcome.metrics.items()}
+    if not all(map(math.isfinite, (reward or 0.0, *given, *metrics.values()))):
+        raise EnvironmentFault(f"a number is not finite: {outcome.reward}, {given}, {metrics}")
+    response, messages = encodable([outcome.response, outcome.messages])
+    return Outcome(response, reward, given, outcome.stop_reason, tuple(messages), metrics)
 
 
 def _recorded(task: Task, member: int, sampler: EpisodeSampler, outcome: Outcome, error: str) -> Episode:

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 from rlctl.markup import group_end
 from rlctl.reward.assertion import asserted_part, in_languages, is_asserted
-from rlctl.reward.numbers import FOREIGN, SPELLED, legible, plain
+from rlctl.reward.numbers import FOREIGN, SCALES, SPELLED, legible, plain
 from rlctl.reward.thoughts import without_thoughts
 
 #: Maximum characters read from one place, because patterns backtrack on long texts.
@@ -70,6 +70,15 @@ _BETWEEN = re.compile(
     r"(?:[\s,;.$]|\\[,;:! ()\[\]]|\\q?quad|\\text\w*\s*\{\W*(?:and|or)?\W*\}"
     r"|\(?\b(?:and|or|maybe|perhaps|possibly|else)\b|\b[a-z](?:_\w)?\s*=)*"
 )
+#: Text before and after a box that is an operand: `2\boxed{7}`, `\boxed{7}^2`, `\boxed{7}$ million`.
+_OPERATOR = re.compile(
+    r"(?:\d|[\d)}]\s*[+*/×÷^]\s*|\\(?:cdot|times|div)\s*"
+    r"|\\(?:sqrt|[dtc]?frac)\s*(?:\[\w+\]|\{[^{}]*\})?\s*\{[^{}]*)\Z"
+)
+_OPERAND_OF = re.compile(
+    r"\s*(?:[-+*/×÷^]\s*[({]*\s*-?\d|\\(?:cdot|times|div|pi|sqrt|[dtc]?frac)(?![a-z])(?!\s*\\text)"
+    rf"|(?<!\s)[A-Za-z](?![A-Za-z]))|(?:[\s~$]|\\[)\]]|\\text\w*\s*\{{)*(?:{'|'.join(SCALES)})s?\b"
+)
 _HASH = re.compile(r"####+(?!#)[ \t]*(?:\n\s*)?(?P<line>[^\n]*)")
 #: `#### Step 2` and `#### 2. Add them up` are headings.
 _HEADING = re.compile(r"\s*(?:\d+[.):]\s+\S|\**[A-Za-z]+[a-z ]*\d*\**\s*:?\**\s*$|[A-Za-z]{2,})")
@@ -124,7 +133,7 @@ def places(response: str) -> Iterator[Place]:
         before, after = sentence_around(text, start, end)
         if start < since:
             break
-        if is_asserted(before, after):
+        if is_asserted(before, after) and not (text[start] == "\\" and _is_operand(before, after)):
             found.append(answer)
         elif not denied:
             since, denied = start - len(before), end
@@ -145,6 +154,11 @@ def places(response: str) -> Iterator[Place]:
     if _is_terse(text) and not _DANGLING.search(plain(text)):
         yield Place(text, True)
     yield from _conclusion(text)
+
+
+def _is_operand(before: str, after: str) -> bool:
+    """Whether a box is an operand, by the text before and after it; not within an equation."""
+    return "=" not in after and bool(_OPERATOR.search(before) or _OPERAND_OF.match(after))
 
 
 def sentence_around(text: str, start: int, end: int) -> tuple[str, str]:

@@ -68,12 +68,17 @@ _OPTIONS = (
 #: The value of an option, between its letter and what is said about it.
 _VALUE = re.compile(r"^\W*\d[\d.,/]*")
 _CAPITAL = re.compile(r"\b[A-J]\b")
+#: A text that only lists the options.
+_LIST = re.compile(
+    r"(?:[\s*_(\[]*+[A-Ja-j][ \t*_]*+[).:\]][^\n\w]*+\w"
+    r"(?:(?!\s[*_(\[]*[A-Ja-j][*_]*[).:\]])[^\n])*+){3,}+\s*+"
+)
 
 
 def chosen_option(response: str) -> str | None:
     """The letter of the option that a response chooses; None when it names none."""
     text = asserted_part(own_part(response, evidence=_CAPITAL))
-    for pattern in _OPTIONS:
+    for pattern in _OPTIONS[:3] if _LIST.fullmatch(text) else _OPTIONS:  # these name one in words
         for match in reversed(list(pattern.finditer(text))):
             group = match.lastindex or 0
             before, after = sentence_around(text, match.start(group), match.end(group))

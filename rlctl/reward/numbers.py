@@ -185,12 +185,14 @@ _MEASURED = re.compile(
 _OPERAND_OF = re.compile(
     r"\s*(?:[A-Za-z]+(?:/[a-z]+)?\s+|[A-Za-z]+(?=/))?[)\]]*\s*(?:[-+*/×÷·^=]|x(?=[\s\d]))\s*[(\[$€£-]*\s*\.?\d|\(\s*\.?\d"
     r"|\s+(?:more|less|fewer|greater|smaller|larger) than\s+[$€£]?(?:\d|[a-z]\b)"
+    r"|\s+(?:to\s+[$€£]?\d|(?:halves|thirds|fourths|quarters|fifths)\b)"
 )
 #: Text before such a number.
 _OPERATOR = re.compile(
     r"(?:[\d)%]\s*(?:[A-Za-z]+\s+)?(?:[-+*/×÷·^(]|(?<=[\d\s])x)\s*[($€£-]*"
     r"|(?:\^|\\sqrt)\s*(?:\[\d+\]\s*)?\{?"
-    r"|\b(?i:times|plus|half(?: of)?|twice|double|triple|(?:root|square|cube|factorial) of|log|ln)\b"
+    r"|\b(?i:times|plus|half(?: of)?|twice|double|triple|log|ln|(?:root|square|cube|factorial|opposite"
+    r"|negative|inverse|reciprocal|(?:third|fourth|quarter|fifth)s?) of)\b"
     r"\s*[($€£]*)\s*$"
 )
 #: Text before a number: an equation that is not solved for its letter, such as 2x + 3 = 7. In 5 m = 500 cm

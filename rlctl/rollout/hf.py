@@ -329,7 +329,7 @@ class RecordingSampler(LogitsProcessor):  # type: ignore[misc]  # transformers i
         """Of (B, T, …), what belongs to sampled tokens: for each turn (t, …)."""
         lengths = self.lengths.cpu()
         is_sampled = torch.arange(rows.shape[1]) < lengths[:, None]
-        return [row.clone() for row in rows.cpu()[is_sampled].split(lengths.tolist())]
+        return [row.clone() for row in torch.split(rows.cpu()[is_sampled], lengths.tolist())]
 
     def _kept(self) -> list[TokenLists]:
         """For each turn, the tokens that each of its tokens was sampled from."""

@@ -13,7 +13,7 @@ from torch import Tensor
 from rlctl.algos.estimators import AdvantageInputs, Estimate, estimate, score_norms
 from rlctl.algos.kl import KLController, kl_estimate
 from rlctl.algos.losses import clamped_exp
-from rlctl.algos.segments import Moments, Segments, moments
+from rlctl.algos.segments import Moments, Segments, Units, moments
 from rlctl.batch import TokenBatch, TokenLists
 from rlctl.engine.ranks import Ranks
 from rlctl.errors import RunFailure
@@ -52,7 +52,7 @@ def train_batch(spec: RunSpec, ranks: Ranks, graded: Graded, policy_version: int
     scores = graded.rewards.scores[chosen].to(ranks.device)
     batch = replace(
         batch,
-        rewards=batch.rewards + _at_last_token(scores, batch.units.episode),
+        rewards=batch.rewards + _at_last_token(scores - batch.units.episode.sum(batch.rewards), batch),
         baseline_scores=baseline,
         age=policy_version - batch.versions,
     )
@@ -72,11 +72,11 @@ def train_batch(spec: RunSpec, ranks: Ranks, graded: Graded, policy_version: int
     return deal(batch, ranks, spec.ppo_mini_batch_size, spec.engine.sequence_parallel)
 
 
-def _at_last_token(scores: Tensor, episodes: Segments) -> Tensor:
-    """(M,): each episode's score (E,) at its last sampled token, 0.0 elsewhere."""
-    found = torch.zeros(episodes.total, device=scores.device)
+def _at_last_token(values: Tensor, batch: TokenBatch) -> Tensor:
+    """(M,): each episode's value (E,) at the token that was sampled last, 0.0 elsewhere."""
+    found, episodes = torch.zeros_like(batch.rewards), batch.units.episode
     there = episodes.lengths > 0
-    found[(episodes.starts + episodes.lengths - 1)[there]] = scores[there]
+    found[batch.in_time[(episodes.starts + episodes.lengths - 1)[there]]] = values[there].float()
     return found
 
 
@@ -260,18 +260,25 @@ def _whole_batch(batch: TokenBatch, ranks: Ranks) -> tuple[TokenBatch, Tensor]:
 def estimated(batch: TokenBatch, algorithm: AlgorithmSpec) -> Estimate:
     """Advantages (M,) by `algorithm.adv_estimator`, from a whole batch; raises as `with_advantages`."""
     part = ADVANTAGE_ESTIMATORS.part(algorithm.adv_estimator)
+    units, order = batch.units, batch.in_time
+    values, norms = (x if x is None else x[order] for x in (batch.values, batch.score_norms))
+    turn, sequence = (
+        Segments(torch.unique_consecutive(of.index[order], return_counts=True)[1])
+        for of in (units.turn, units.sequence)
+    )
     inputs = AdvantageInputs(
-        token_rewards=batch.rewards,
-        units=batch.units,
+        token_rewards=batch.rewards[order],
+        units=Units(turn, sequence, units.episode),
         group_ids=batch.group_ids,
         gamma=algorithm.gamma,
         lam=algorithm.lam,
         divide_by_std=algorithm.norm_adv_by_std_in_grpo,
         gamma_per=algorithm.gamma_per,
-        values=batch.values,
+        values=values,
         baseline_scores=batch.baseline_scores,
-        score_norms=batch.score_norms,
+        score_norms=norms,
         sequence_weights=batch.sequence_weights,
         params=params_of(part, algorithm.adv_params),
     )
-    return estimate(part.name, inputs)
+    found, back = estimate(part.name, inputs), order.argsort()
+    return Estimate(found.advantages[back], None if found.returns is None else found.returns[back])

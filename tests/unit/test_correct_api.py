@@ -94,6 +94,9 @@ def test_levels_of_turns_and_episodes() -> None:
         rlctl.correct(*given, episodes=torch.tensor([1, 2, 1]), **options)
     with pytest.raises(ValueError, match=r"turns must have shape \(5,\)"):
         rlctl.correct(*given, turns=joined, **options)
+    for name, values in (("turns", turns / 4), ("episodes", joined / 2)):
+        with pytest.raises(ValueError, match=rf"{name} must be integers, not torch.float32"):
+            rlctl.correct(*given, **{name: values}, **options)
 
 
 def test_rejected_tokens_have_weight_zero() -> None:

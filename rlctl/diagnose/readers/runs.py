@@ -92,8 +92,10 @@ def runs_in(
 
 def _logs(directory: Path) -> Iterator[Log]:
     depth = len(directory.parts)
-    for root, folders, names in os.walk(directory):
+    for root, folders, files in os.walk(directory):
         here = Path(root)
+        # No pipe or device, which may never end; unlike `Path.is_file`, False where access is denied.
+        names = [name for name in files if os.path.isfile(here / name)]  # noqa: PTH113
         if {METRICS_FILE, RUN_SPEC_FILE} <= set(names):  # a run of rlctl
             folders.clear()
             yield Log((here / METRICS_FILE,), here / METRICS_FILE)

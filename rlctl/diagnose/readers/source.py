@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gzip
+import math
 import sys
 import tempfile
 import zipfile
@@ -44,15 +45,18 @@ def opened(path: Path) -> Iterator[LogSource]:
             source.file = stack.enter_context(_copied(pipe, source.notes))
         if _begins_with(source.file, _GZIP):
             packed = stack.enter_context(gzip.open(source.file))
-            source.file = stack.enter_context(_copied(packed, source.notes))
+            source.file = stack.enter_context(_copied(packed, source.notes, _LARGEST_UNPACKED))
         with source.file.open("rb") as stream:
             source.head = stream.read(_CHUNK_BYTES)
         yield source
 
 
 def is_archive(path: Path) -> bool:
-    """Whether the path is a ZIP archive."""
-    return path.is_file() and _begins_with(path, _ZIP)
+    """Whether the path is a ZIP archive that can be read."""
+    try:
+        return path.is_file() and _begins_with(path, _ZIP)
+    except OSError:
+        return False
 
 
 @contextmanager
@@ -84,11 +88,14 @@ def _begins_with(path: Path, magic: bytes) -> bool:
 
 
 @contextmanager
-def _copied(stream: Any, notes: list[str]) -> Iterator[Path]:
-    """Path of a file on disk with the bytes of the stream, up to the first damage."""
+def _copied(stream: Any, notes: list[str], most: float = math.inf) -> Iterator[Path]:
+    """Path of a file on disk with the first `most` bytes of the stream, up to the first damage."""
     with tempfile.NamedTemporaryFile() as copy:
         try:
             while chunk := stream.read1(_CHUNK_BYTES):
+                if copy.tell() + len(chunk) > most:
+                    notes.append(f"the compressed file expands to more than {most:,} bytes: these were read")
+                    break
                 copy.write(chunk)
         except EOFError:
             notes.append("the compressed file ends early: the part before the end was read")

@@ -109,6 +109,13 @@ def test_what_is_missing_is_named() -> None:
         plan(run_log(rows, "rollout.max_staleness=1"))
 
 
+@pytest.mark.parametrize("gen", [0.0, -1.0, 50.0])
+def test_durations_that_are_no_parts_of_the_step_are_refused(gen: float) -> None:
+    rows = [row | {"timing_s/gen": gen} for row in Machine(0.01, 0.01, 1.0).rows()]
+    with pytest.raises(UsageError, match=r"s per step, timing_s/gen is .+ and timing_s/sync_weights 0.2 s"):
+        plan(run_log(rows))
+
+
 def test_the_command(tmp_path: Path) -> None:
     servers = ("rollout.name=vllm", "rollout.mode=server", "rollout.server.replicas=2")
     run = write_run(tmp_path / "run", Machine(0.01, 0.01, 1.0).rows(), *servers)

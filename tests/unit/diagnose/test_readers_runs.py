@@ -1,7 +1,9 @@
 """Several runs at one path: each is found and read; the logs of one run count once. ZIP archives."""
 
+import gzip
 import io
 import json
+import os
 import struct
 import zipfile
 
@@ -9,7 +11,7 @@ import numpy as np
 import pytest
 
 from rlctl.cli.app import run as run_command
-from rlctl.diagnose.readers import source
+from rlctl.diagnose.readers import runs, source
 from rlctl.diagnose.readers.detect import read_run, read_runs
 from rlctl.errors import UsageError
 from rlctl.metric_names import ELSEWHERE, METRICS
@@ -140,6 +142,29 @@ def test_an_archive_that_unpacks_to_too_much_is_refused(tmp_path, monkeypatch):
     path = archive(tmp_path / "bomb.zip", a=b"\0" * (1 << 20), b=b"\0" * (1 << 20))
     with pytest.raises(UsageError, match="expands to 2,097,152 bytes"):
         read_run(path, EVERYTHING)
+
+
+def test_a_compressed_log_that_expands_to_too_much_is_read_up_to_there(tmp_path, monkeypatch):
+    monkeypatch.setattr(source, "_LARGEST_UNPACKED", 1 << 20)
+    path = tmp_path / "log.gz"
+    path.write_bytes(gzip.compress(verl(1).encode() + b"more\n" * (1 << 20)))
+    run = read_run(path, EVERYTHING)
+    assert len(run.table.steps) == 12
+    assert any("expands to more than 1,048,576 bytes" in note for note in run.notes)
+
+
+def test_pipes_and_devices_of_a_directory_are_no_logs(tmp_path):
+    """They may never end."""
+    os.mkfifo(tmp_path / "pipe.log")
+    (tmp_path / "zeros.jsonl").symlink_to("/dev/zero")
+    (tmp_path / "elsewhere").write_text(verl(1))
+    (tmp_path / "linked.log").symlink_to("elsewhere")
+    assert [log.shown.name for log in runs._logs(tmp_path)] == ["linked.log"]
+
+
+def test_a_log_that_cannot_be_read_says_why(capsys):
+    assert run_command(["diagnose", "/proc/self/mem"]) == 2
+    assert "cannot be read: Input/output error" in " ".join(capsys.readouterr().err.split())
 
 
 def test_an_archive_writes_nowhere_else(tmp_path):

@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
+import threading
+import time
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from types import SimpleNamespace
 
@@ -135,6 +139,40 @@ def test_no_grader_and_no_reward_of_the_environment_is_refused(tmp_path, code: s
     for name, expected in ((f"{file}:Game", is_refused), ("single_turn", True)):
         with pytest.raises(SpecError, match="no reward at all") if expected else contextlib.nullcontext():
             load_spec([], [], [f"environment.name={name}", "reward.terms=[]"])
+
+
+def test_groups_of_several_threads_share_one_environment_and_its_limit(monkeypatch) -> None:
+    """As in flight, where each group is sampled in a thread of its own."""
+    built: list[Counting] = []
+
+    class Counting(Flaky):
+        now = most = 0
+        lock = threading.Lock()
+
+        def count(self, number: int) -> None:
+            with self.lock:
+                self.now += number
+                self.most = max(self.most, self.now)
+
+        async def run(self, task: Task, sampler: Sampler) -> Outcome:
+            self.count(1)
+            await asyncio.sleep(0.02)
+            self.count(-1)
+            return await super().run(task, sampler)
+
+    def build(name: str, context: object) -> Counting:
+        time.sleep(0.05)
+        built.append(Counting(lambda *_: False))
+        return built[-1]
+
+    monkeypatch.setattr("rlctl.environment.build.build_environment", build)
+    source = EpisodeSource(EnvironmentSpec(name="single_turn", others=["x"], concurrency=5), None, 1000)
+    tasks = [task_of(group, environment="x") for group in range(8)]
+    with ThreadPoolExecutor(8) as threads:
+        sampled = [threads.submit(source.groups, RandomEngine(), [task], 2, Sampling(4), 5) for task in tasks]
+        assert all(not episode.error for each in sampled for group in each.result() for episode in group)
+    assert len(built) == 1
+    assert 2 <= built[0].most <= 5
 
 
 # --- batches ------------------------------------------------------------------------------------------

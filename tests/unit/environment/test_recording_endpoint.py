@@ -31,6 +31,10 @@ CALL = 'Let me see. <tool_call>{"name": "add", "arguments": {"a": 2}}</tool_call
 Program = Callable[[Any, Endpoint], Awaitable[Any]]
 
 
+def _calling(arguments: str) -> list[dict[str, Any]]:
+    return [{"id": "1", "type": "function", "function": {"name": "add", "arguments": arguments}}]
+
+
 class Programs:
     """An environment whose episode is a coroutine with a client."""
 
@@ -294,6 +298,10 @@ def test_a_request_limits_its_own_tokens() -> None:
         ({"messages": [{"content": "no role"}]}, "role"),
         ({"messages": [7]}, "message"),
         ({"tools": [{"name": "add"}]}, "tools"),
+        ({"tools": [{"function": {}}]}, "tools"),
+        ({"tools": [{"function": "add"}]}, "tools"),
+        ({"stream": True, "stream_options": [True]}, "stream_options"),
+        ({"messages": [{"role": "assistant", "tool_calls": _calling("[" * 100_000)}]}, "message"),
     ],
 )
 def test_what_cannot_be_recorded_is_refused(more: dict[str, Any], named: str) -> None:
@@ -308,6 +316,30 @@ def test_what_cannot_be_recorded_is_refused(more: dict[str, Any], named: str) ->
     [episode], [answer] = play(engine, agent)
     assert (answer.status_code, engine.asked, episode.num_sampled) == (400, [], 0)
     assert named in answer.json()["error"]["message"]
+
+
+def test_lone_surrogates_that_the_policy_wrote_do_not_exclude_the_episode() -> None:
+    """No tokenizer takes them; an agent may send them, in the call and in a tool that repeats its input."""
+    engine = answers('<tool_call>{"name": "add", "arguments": {"a": "\\ud83d"}}</tool_call>', "It is 4.")
+
+    async def agent(_: Any, endpoint: Endpoint) -> list[int]:
+        messages: list[Any] = list(QUESTION)
+        found = []
+        async with httpx.AsyncClient(trust_env=False) as client:
+            for say in ({"role": "tool", "content": "no \ud83d"}, {"role": "user", "content": "\udc00"}):
+                answer = await client.post(
+                    f"{endpoint.base_url}/chat/completions",
+                    content=json.dumps({"messages": messages, "tools": [ADD]}),
+                    headers={"Authorization": f"Bearer {endpoint.api_key}"},
+                )
+                found.append(answer.status_code)
+                messages += [answer.json()["choices"][0]["message"], say]
+        return found
+
+    [episode], [found] = play(engine, agent)
+    assert (episode.error, found) == ("", [200, 200])
+    check_recorded(engine, episode)
+    json.dumps(episode.messages, ensure_ascii=False).encode()
 
 
 @pytest.mark.parametrize(

@@ -6,7 +6,9 @@ import asyncio
 import random
 import threading
 from collections.abc import Awaitable, Callable
+from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 
@@ -17,6 +19,7 @@ from rlctl.environment.run_episodes import run_episodes
 from rlctl.errors import RunFailure
 from rlctl.rollout.protocol import Sampling, turn_seed
 from rlctl.spec.environment import EnvironmentSpec
+from rlctl.train.stream import RolloutStream
 from tests.episodes import RandomEngine, same, task_of
 
 SAMPLING = Sampling(max_response_length=4)
@@ -264,6 +267,7 @@ def test_the_time_of_the_policy_is_not_the_episodes() -> None:
         (EnvironmentFault("the server refused"), "the server refused"),
         (KeyError("x"), "KeyError: 'x'"),
         (TimeoutError(), "TimeoutError"),
+        (asyncio.CancelledError(), "cancelled"),
         (ValueError("a\nb"), "ValueError: a"),
     ],
 )
@@ -280,6 +284,38 @@ def test_a_fault_excludes_an_episode_and_is_not_reward_0(failure: Exception, nam
     assert found[1].error == ""
 
 
+def test_rewards_of_turns_are_part_of_the_episodes_reward() -> None:
+    """So that grading, metrics and dynamic sampling see them."""
+
+    async def play(task: Task, sampler: Sampler) -> Outcome:
+        await speak(sampler, 2)
+        return Outcome("", reward=1.0 if task.group_id else None, turn_rewards=[0.25, 0.5])
+
+    found = episodes_of(play, n=1)
+    assert [episode.reward for episode in found] == [0.75, 1.75]
+    assert [episode.sequences[0].rewards.sum() for episode in found] == [0.75, 0.75]
+
+
+def test_numbers_of_numpy_can_be_saved_with_the_groups_that_wait(tmp_path: Path) -> None:
+    """A checkpoint is read without executing code: of numbers and texts, it takes Python's own."""
+    message = {"role": "user", "content": np.str_("hi"), "score": np.int64(3)}
+
+    async def play(task: Task, sampler: Sampler) -> Outcome:
+        await speak(sampler, 1)
+        return Outcome(
+            np.str_("yes"), np.float32(0.5), [np.float64(0.25)], "completed", (message,), {"x": np.int64(3)}
+        )
+
+    stream = RolloutStream(lambda *_: [tuple(episodes_of(play, groups=1))], ahead=1, last_step=9)
+    stream.take(1)
+    stream.save(tmp_path, 0)
+    resumed = RolloutStream(lambda *_: [], ahead=1, last_step=9)
+    resumed.resume(1, tmp_path, 0)
+    [group] = resumed.take(2)
+    assert [(e.response, e.reward, e.metrics["x"]) for e in group] == [("yes", 0.75, 3.0)] * 2
+    assert group[0].messages == ({"role": "user", "content": "hi", "score": "3"},)
+
+
 @pytest.mark.parametrize(
     ("outcome", "named"),
     [
@@ -288,6 +324,9 @@ def test_a_fault_excludes_an_episode_and_is_not_reward_0(failure: Exception, nam
         (Outcome("", turn_rewards=[1.0]), "1 rewards of 2 turns"),
         (Outcome("", reward=float("nan")), "not finite"),
         (Outcome("", turn_rewards=[1.0, float("inf")]), "not finite"),
+        (Outcome("", metrics={"depth": "three"}), "could not convert string to float"),
+        (Outcome("", metrics={"depth": float("nan")}), "not finite: None, [], {'depth': nan}"),
+        (Outcome(None), "response is NoneType"),
     ],
 )
 def test_an_outcome_that_no_environment_may_return_is_a_fault(outcome, named: str) -> None:
@@ -298,6 +337,11 @@ def test_an_outcome_that_no_environment_may_return_is_a_fault(outcome, named: st
     for episode in episodes_of(play):
         assert named in episode.error
         assert episode.reward is None
+
+
+def test_an_environment_that_is_not_async_is_a_fault() -> None:
+    for episode in episodes_of(lambda task, sampler: Outcome("")):
+        assert "TypeError: An asyncio.Future, a coroutine or an awaitable is required" in episode.error
 
 
 def test_an_error_of_the_engine_ends_the_run_with_its_own_message() -> None:

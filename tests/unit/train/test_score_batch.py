@@ -119,13 +119,43 @@ def test_the_score_is_the_reward_of_the_last_token_sampled() -> None:
 
 
 def test_rewards_of_the_environment_stay_where_they_are() -> None:
-    """The score comes on top, at the last token of the last sequence."""
+    """The rest of the score is at the last token of the last sequence."""
     plain = episode(3)
     given = replace(plain.sequences[0], rewards=torch.tensor([0.5, -1.0, 2.0]))
     spec = spec_of("rloo")
     batch = trained_on(spec, graded_by(changed={3: replace(plain, sequences=(given, *plain.sequences))}))
     found = batch.units.episode.padded(batch.rewards)[3]
-    assert found[:6].tolist() == [0.5, -1.0, 2.0, 0.0, 0.0, SCORES[3].item()]
+    assert found[:6].tolist() == [0.5, -1.0, 2.0, 0.0, 0.0, SCORES[3].item() - 1.5]
+
+
+def alternating() -> Episode:
+    """Two sequences that take turns: the policy spoke in the first, the second, and again in the first."""
+    first, second = ([2, 6], [0, 2]), ([4], [1])
+
+    def sequence(ids: list[int], turns: list[int], rewards: list[float]) -> TokenSequence:
+        sampled, zeros = torch.tensor([False] + [True] * len(ids)), torch.zeros(len(ids))
+        numbers = torch.tensor(turns)
+        given = torch.tensor([1, *ids]), sampled, zeros, numbers * 0, numbers
+        return TokenSequence(*given, torch.tensor(rewards))
+
+    sequences = sequence(*first, [0.25, 0.0]), sequence(*second, [0.5])
+    return replace(episode(0), sequences=sequences, reward=0.75)
+
+
+def test_alternating_sequences_are_read_in_the_order_of_their_turns() -> None:
+    """G of the turns: 0.25 + γ·(0.5 + γ·2.25), 0.5 + γ·2.25, and 2.25 = 3 − 0.75; A_t + V_t of GAE alike."""
+    scores = torch.where(torch.arange(ROWS) == 0, 3.0, SCORES)
+    graded = graded_by(scores, changed={0: alternating()})
+    for estimator, name in (("reinforce_plus_plus", "advantages"), ("gae", "returns")):
+        batch = trained_on(spec_of(estimator), graded)
+        assert batch.rewards[:3].tolist() == [0.25, 2.25, 0.5]
+        values = torch.arange(len(batch.turns)) / 8
+        spec = spec_of(estimator, "algorithm.gamma=0.5", "algorithm.lam=1.0")
+        found = getattr(with_advantages(replace(batch, values=values), spec.algorithm, alone()), name)
+        if name == "advantages":  # whitened: a linear function of G
+            slope = (found[1] - found[2]) / (2.25 - 1.625)
+            found = 2.25 + (found - found[1]) / slope
+        torch.testing.assert_close(found[:3], torch.tensor([1.0625, 2.25, 1.625]))
 
 
 def test_a_response_that_the_engine_ended_is_excluded() -> None:

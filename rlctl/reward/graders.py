@@ -70,7 +70,7 @@ _VALUE = re.compile(r"^\W*\d[\d.,/]*")
 _CAPITAL = re.compile(r"\b[A-J]\b")
 #: A text that only lists the options.
 _LIST = re.compile(
-    r"(?:[\s*_(\[]*+[A-Ja-j][ \t*_]*+[).:\]][^\n\w]*+\w"
+    r"(?:[\s*_(\[]*+[A-Ja-j][ \t*_]*+[).:\]](?![^\n\w]*[A-Ja-j][).:\]])[^\n\w]*+\w"
     r"(?:(?!\s[*_(\[]*[A-Ja-j][*_]*[).:\]])[^\n])*+){3,}+\s*+"
 )
 

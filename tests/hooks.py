@@ -167,19 +167,19 @@ def kill_at_answer(
     from pathlib import Path
 
     from rlctl.rollout import vllm_server
-    from rlctl.rollout.vllm_server import VLLMServerRollout
+    from rlctl.rollout.server_client import ServerClient
     from rlctl.train import saving
     from tests.processes import writers_to
 
     servers_are_forks(python, after=int(is_real))
     updates = {"/pause", "/collective_rpc", "/update_weight_version", "/resume"}
     counted = {path} if path else {vllm_server.GENERATE, *updates}
-    send, publish = VLLMServerRollout._send, saving.publish
+    send, publish = ServerClient.send, saving.publish
     counts, answers = [not after_saving], [0]
 
-    async def counting(self, client, url, place, *how):
-        answer = await send(self, client, url, place, *how)
-        answers[0] += counts[0] and place.partition("?")[0] in counted
+    async def counting(self, url, path, *how, **named):
+        answer = await send(self, url, path, *how, **named)
+        answers[0] += counts[0] and path.partition("?")[0] in counted
         if answers[0] == number > 0:
             if servers:
                 with Path(servers).with_name("pids").open("a") as file:
@@ -192,7 +192,7 @@ def kill_at_answer(
         counts[0] = True
         return published
 
-    VLLMServerRollout._send, saving.publish = counting, publishing
+    ServerClient.send, saving.publish = counting, publishing
 
 
 def no_large_files_after(step: int, limit: int = 100_000) -> None:

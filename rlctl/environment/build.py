@@ -79,10 +79,6 @@ def build_environment(name: str, context: EnvironmentContext) -> Environment:
     raise UsageError(what, where=f"environment.name: {name}", fix="see docs/how-to/environments.md")
 
 
-def _num_whole(group: Group) -> int:
-    return sum(not episode.error for episode in group)
-
-
 def _counted(group: Group, attempt: int) -> Group:
     """The group, with how often it was sampled again."""
     return tuple(replace(e, metrics={**e.metrics, "retries": float(attempt)}) for e in group)
@@ -182,7 +178,7 @@ class EpisodeSource:
             for start, task in zip(range(0, len(episodes), n), missing, strict=True):
                 group = tuple(episodes[start : start + n])
                 found[task.group_id] = _counted(group, attempt) if attempt else group
-            missing = [task for task in missing if _num_whole(found[task.group_id]) < needed]
+            missing = [t for t in missing if sum(not e.error for e in found[t.group_id]) < needed]
             if not missing:
                 break
         for task in missing:

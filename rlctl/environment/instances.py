@@ -14,7 +14,7 @@ from collections.abc import AsyncIterator, Mapping, Sequence
 from typing import Any
 
 from rlctl.environment.protocol import EnvironmentFault
-from rlctl.environment.worker import HEADER, PROCESS_ID, answer, frame, length_of, receive
+from rlctl.environment.worker import answer, line_of
 from rlctl.errors import UsageError
 
 #: Variables of the environment that every process gets.
@@ -51,8 +51,8 @@ class Instances:
         self._channel = ours
         self._children: set[int] = set()
         try:
-            problem = json.loads(receive(ours, length_of(receive(ours, HEADER))))["error"]
-        except (EOFError, ConnectionError):
+            problem = json.loads(ours.makefile("rb").readline())["error"]
+        except (ValueError, ConnectionError):
             problem = "its process ended"
         if problem:
             self.close()
@@ -66,21 +66,20 @@ class Instances:
             EnvironmentFault: no process could be started.
         """
         ours, theirs = socket.socketpair()
-        ours.setblocking(False)
-        with ours:  # without it, a process that has started meanwhile ends itself
+        with contextlib.ExitStack() as ends:
             try:
                 with theirs:
+                    reader, writer = await asyncio.open_connection(sock=ours, limit=_LARGEST)
+                    ends.callback(writer.transport.abort)  # a process that has started meanwhile ends itself
                     socket.send_fds(self._channel, [b"+"], [theirs.fileno()])
-                pid = PROCESS_ID.unpack(await _received(ours, PROCESS_ID.size))[0]
-            except (OSError, EOFError) as error:
+                pid = json.loads(await reader.readline())["pid"]
+            except (OSError, ValueError) as error:
                 raise EnvironmentFault("the process that starts environments has ended") from error
             self._children.add(pid)
-            found = Instance(ours, pid)
-            try:
-                yield found
-            finally:
-                found.kill()
-                self._children.discard(pid)
+            ends.callback(self._children.discard, pid)
+            found = Instance(reader, writer, pid)
+            ends.callback(found.kill)
+            yield found
 
     def close(self) -> None:
         """Kills all processes."""
@@ -94,8 +93,8 @@ class Instances:
 class Instance:
     """One instance."""
 
-    def __init__(self, channel: socket.socket, pid: int) -> None:
-        self._channel, self._pid = channel, pid
+    def __init__(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter, pid: int) -> None:
+        self._reader, self._writer, self._pid = reader, writer, pid
         self.is_alive = True
 
     async def call(
@@ -112,27 +111,20 @@ class Instance:
         except TimeoutError:
             self.kill()
             raise TimedOut from None
-        except (OSError, EOFError, ValueError) as error:
+        except (OSError, ValueError) as error:
             self.kill()
             raise EnvironmentFault(f"the process of the environment ended in {method}") from error
 
     async def _asked(self, method: str, arguments: Mapping[str, Any], most: int) -> dict[str, Any]:
-        if not self.is_alive:
-            raise EOFError
-        loop = asyncio.get_running_loop()
-        asked = {"method": method, "arguments": dict(arguments), "most": most}
-        await loop.sock_sendall(self._channel, frame(asked))
-        size = length_of(await _received(self._channel, HEADER))
-        if size > _LARGEST:
-            raise ValueError("the answer is too long")
-        found: dict[str, Any] = json.loads(await _received(self._channel, size))
+        self._writer.write(line_of({"method": method, "arguments": dict(arguments), "most": most}))
+        await self._writer.drain()
+        found: dict[str, Any] = json.loads(await self._reader.readline())
         return found
 
     def kill(self) -> None:
         """Ends the process, and what it started."""
         if self.is_alive:
             self.is_alive = False
-            self._channel.close()
             _kill(self._pid)
 
 
@@ -142,10 +134,9 @@ class LocalInstances:
     def __init__(self, kind: type) -> None:
         self._kind = kind
 
-    @contextlib.asynccontextmanager
-    async def instance(self) -> AsyncIterator[LocalInstance]:
+    def instance(self) -> contextlib.nullcontext[LocalInstance]:
         """A new instance."""
-        yield LocalInstance(self._kind())
+        return contextlib.nullcontext(LocalInstance(self._kind()))
 
     def close(self) -> None:
         """Nothing was started."""
@@ -166,17 +157,6 @@ class LocalInstance:
         del timeout_s
         asked = {"method": method, "arguments": arguments, "most": most}
         return answer(self._instance, asked, asyncio.run)
-
-
-async def _received(channel: socket.socket, count: int) -> bytes:
-    """The next bytes; EOFError: the other side was closed."""
-    loop, data = asyncio.get_running_loop(), b""
-    while len(data) < count:
-        part = await loop.sock_recv(channel, min(count - len(data), 1 << 16))
-        if not part:
-            raise EOFError
-        data += part
-    return data
 
 
 def _kill(pid: int) -> None:

@@ -92,47 +92,7 @@ class UserClass:
     async def run(self, task: Task, sampler: Sampler) -> Outcome:
         """See `Environment.run`."""
         async with self._instances.instance() as instance:
-            started = await self._called(instance, "reset", self._row(task))
-            if "error" in started:  # the policy has not spoken yet
-                raise EnvironmentFault(f"reset raised {started['error']}")
-            episode = _Episode(self, instance, sampler, task, started.get("text") or "")
-            stop_reason = await episode.run()
-            reward = await self._reward(instance)
-            last = [m["content"] for m in episode.conversation.messages if m["role"] == "assistant"]
-            return Outcome(
-                response=last[-1] if last else "",
-                reward=reward,
-                stop_reason=stop_reason,
-                messages=tuple(episode.conversation.messages),
-                metrics={
-                    "num_tool_calls": float(episode.num_calls),
-                    "tool_errors": float(episode.num_errors),
-                },
-            )
-
-    async def _reward(self, instance: Instance | LocalInstance) -> float | None:
-        """What `get_reward` returns; without such a method the attribute `reward`, if there is one."""
-        if not instance.is_alive:  # a call of the policy hung
-            return 0.0
-        method = "get_reward" if self._rewards else ".reward"
-        found = await self._called(instance, method, {})
-        number = found.get("number")
-        if number is None and (self._rewards or "error" in found):
-            raise EnvironmentFault(f"{method}: {found.get('error') or 'it returned no number'}")
-        return None if number is None else float(number)
-
-    async def _called(
-        self, instance: Instance | LocalInstance, method: str, arguments: Mapping[str, Any]
-    ) -> dict[str, Any]:
-        timeout_s = seconds(self._spec.tool_timeout)
-        try:
-            return await instance.call(
-                method, arguments, timeout_s=timeout_s, most=self._spec.max_tool_output
-            )
-        except TimedOut:
-            if method == "reset":
-                raise EnvironmentFault(f"reset took longer than {self._spec.tool_timeout}") from None
-            return {"error": f"timed out after {self._spec.tool_timeout}", "done": False}
+            return await _Episode(self, instance, sampler).run(task)
 
     def _row(self, task: Task) -> dict[str, Any]:
         """The columns that `reset` names; with `**row` all but the ground truth."""
@@ -147,27 +107,32 @@ class UserClass:
 class _Episode:
     """One conversation with one instance."""
 
-    def __init__(
-        self,
-        environment: UserClass,
-        instance: Instance | LocalInstance,
-        sampler: Sampler,
-        task: Task,
-        more: str,
-    ) -> None:
-        self._of, self._instance = environment, instance
-        self.conversation = Conversation(environment._renderer, sampler, task, environment.tools, more)
-        self.num_calls = self.num_errors = 0
+    def __init__(self, environment: UserClass, instance: Instance | LocalInstance, sampler: Sampler) -> None:
+        self._of, self._instance, self._sampler = environment, instance, sampler
+        self._num_calls = self._num_errors = 0
 
-    async def run(self) -> str:
+    async def run(self, task: Task) -> Outcome:
+        """See `Environment.run`."""
+        started = await self._called("reset", self._of._row(task))
+        if "error" in started:  # the policy has not spoken yet
+            raise EnvironmentFault(f"reset raised {started['error']}")
+        more = started.get("text") or ""
+        self._conversation = Conversation(self._of._renderer, self._sampler, task, self._of.tools, more)
+        stop_reason, reward = await self._spoken(), await self._reward()
+        messages = self._conversation.messages
+        last = [message["content"] for message in messages if message["role"] == "assistant"]
+        counts = {"num_tool_calls": float(self._num_calls), "tool_errors": float(self._num_errors)}
+        return Outcome(last[-1] if last else "", reward, (), stop_reason, tuple(messages), counts)
+
+    async def _spoken(self) -> str:
         """Speaks in turn until the episode ends; returns its stop reason."""
         while True:
             try:
-                reply = await self.conversation.reply()
+                reply = await self._conversation.reply()
             except LimitReached as limit:
                 return limit.reason
             if reply.problem:
-                self.num_errors += 1
+                self._num_errors += 1
                 self._answer(json.dumps({"error": reply.problem}), "")
                 continue
             if not reply.calls:
@@ -175,14 +140,35 @@ class _Episode:
                     return "max_tokens"
                 if not (text := await self._response(reply.content)):
                     return "completed"
-                self.conversation.add("user", text)
+                self._conversation.add("user", text)
                 continue
             for call in reply.calls:
-                if self.num_calls >= self._of._spec.max_tool_calls:
+                if self._num_calls >= self._of._spec.max_tool_calls:
                     return "max_tool_calls"
-                self.num_calls += 1
+                self._num_calls += 1
                 if await self._call(call):
                     return "tool_stopped"
+
+    async def _reward(self) -> float | None:
+        """What `get_reward` returns; without such a method the attribute `reward`, if there is one."""
+        if not self._instance.is_alive:  # a call of the policy hung
+            return 0.0
+        method = "get_reward" if self._of._rewards else ".reward"
+        found = await self._called(method, {})
+        number = found.get("number")
+        if number is None and (self._of._rewards or "error" in found):
+            raise EnvironmentFault(f"{method}: {found.get('error') or 'it returned no number'}")
+        return None if number is None else float(number)
+
+    async def _called(self, method: str, arguments: Mapping[str, Any]) -> dict[str, Any]:
+        spec = self._of._spec
+        timeout_s, most = seconds(spec.tool_timeout), spec.max_tool_output
+        try:
+            return await self._instance.call(method, arguments, timeout_s=timeout_s, most=most)
+        except TimedOut:
+            if method == "reset":
+                raise EnvironmentFault(f"reset took longer than {spec.tool_timeout}") from None
+            return {"error": f"timed out after {spec.tool_timeout}", "done": False}
 
     async def _response(self, text: str) -> str:
         """What the environment says as the user; empty: nothing, the episode ends."""
@@ -196,7 +182,7 @@ class _Episode:
         if call.name in self._of._names:
             found = await self._asked(call.name, call.arguments)
         else:
-            self.num_errors += 1
+            self._num_errors += 1
             names = ", ".join(sorted(self._of._names))
             found = {"error": f"there is no tool {call.name}, but {names}", "done": False}
         self._answer(_shown(found), call.name)
@@ -207,16 +193,16 @@ class _Episode:
         found: dict[str, Any] = {"error": _GONE, "done": False}
         if self._instance.is_alive:
             try:
-                found = await self._of._called(self._instance, method, arguments)
+                found = await self._called(method, arguments)
             except EnvironmentFault as fault:  # the policy's arguments may have ended the process
                 found["error"] = str(fault)
-        self.num_errors += "error" in found
+        self._num_errors += "error" in found
         return found
 
     def _answer(self, text: str, name: str) -> None:
         """Shows the policy the output of a tool."""
         role = self._of._renderer.tool_role
-        self.conversation.add(role, text, **({"name": name} if role == "tool" and name else {}))
+        self._conversation.add(role, text, **({"name": name} if role == "tool" and name else {}))
 
 
 def _shown(found: Mapping[str, Any]) -> str:

@@ -3,8 +3,8 @@
     python -m rlctl.environment.worker FILE CLASS FD
 
 imports the class once and forks a process for every episode: starting one takes milliseconds, its state is
-its own, and it can be killed. Each process answers calls on the socket that it was given. Messages are JSON
-with their length in front. Imports little, so that a fork is small.
+its own, and it can be killed. Each process answers calls on the socket that it was given. A message is a line
+of JSON. Imports little, so that a fork is small.
 """
 
 from __future__ import annotations
@@ -18,7 +18,6 @@ import json
 import os
 import signal
 import socket
-import struct
 import sys
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -26,40 +25,13 @@ from typing import Any
 
 from rlctl.user_code import load_function
 
-_LENGTH = struct.Struct("!I")
-
-
-def frame(message: Any) -> bytes:
-    """A message with its length in front."""
-    data = json.dumps(message, default=str).encode()
-    return _LENGTH.pack(len(data)) + data
-
-
-def length_of(header: bytes) -> int:
-    """Length of the message after this header."""
-    return int(_LENGTH.unpack(header)[0])
-
-
-HEADER = _LENGTH.size
-#: What a new process sends first.
-PROCESS_ID = struct.Struct("!I")
 #: Longest message of `_tell`; writes to a pipe of at most this size are not mixed.
 _ATOMIC = 4096
 
 
-def receive(channel: socket.socket, count: int) -> bytes:
-    """The next bytes of a socket.
-
-    Raises:
-        EOFError: it was closed.
-    """
-    data = b""
-    while len(data) < count:
-        part = channel.recv(min(count - len(data), 1 << 16))
-        if not part:
-            raise EOFError
-        data += part
-    return data
+def line_of(message: Any) -> bytes:
+    """A message as it is sent."""
+    return json.dumps(message, default=str).encode() + b"\n"
 
 
 def answer(instance: Any, asked: Mapping[str, Any], wait: Callable[[Any], Any]) -> dict[str, Any]:
@@ -102,7 +74,7 @@ async def _awaited(result: Any) -> Any:
 def _serve(channel: socket.socket, kind: Any, told: int) -> None:
     """One episode's process: creates an instance, and answers calls until the socket closes."""
     os.setsid()  # what its tools start can be killed with it
-    channel.sendall(PROCESS_ID.pack(os.getpid()))
+    channel.sendall(line_of({"pid": os.getpid()}))
     signal.signal(signal.SIGCHLD, signal.SIG_DFL)
     with Path(os.devnull).open("r+b") as nothing:  # what tools print goes nowhere
         for stream in (0, 1, 2):
@@ -113,15 +85,14 @@ def _serve(channel: socket.socket, kind: Any, told: int) -> None:
     def wait(result: Any) -> Any:
         return loop.run_until_complete(_awaited(result))
 
-    while True:
-        asked = json.loads(receive(channel, length_of(receive(channel, HEADER))))
+    for line in channel.makefile("rb"):
         if instance is None:
             try:
                 instance = kind() if inspect.isclass(kind) else kind  # an agent function
             except BaseException as error:
-                channel.sendall(frame({"error": f"{type(error).__name__}: {error}", "done": False}))
+                channel.sendall(line_of({"error": f"{type(error).__name__}: {error}", "done": False}))
                 continue
-        found = frame(answer(instance, asked, wait))
+        found = line_of(answer(instance, json.loads(line), wait))
         if len(sys.modules) > len(known):  # before the answer, after which this process may be killed
             _tell(told, set(sys.modules) - known)
             known = set(sys.modules)
@@ -155,15 +126,15 @@ def main() -> None:
     try:
         kind = load_function(f"{file}:{name}", key="environment.name")
     except BaseException as error:
-        channel.sendall(frame({"error": f"{type(error).__name__}: {error}"}))
+        channel.sendall(line_of({"error": f"{type(error).__name__}: {error}"}))
         return
-    channel.sendall(frame({"error": ""}))
+    channel.sendall(line_of({"error": ""}))
     signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # ended children leave no entry
     read, told = os.pipe()
     for end in (read, told):
         os.set_blocking(end, False)
     gc.freeze()  # a collection in a child would copy all memory
-    with contextlib.suppress(EOFError, ConnectionError, KeyboardInterrupt):
+    with contextlib.suppress(ConnectionError, KeyboardInterrupt):
         while True:
             data, fds, _, _ = socket.recv_fds(channel, 1, 1)
             if not data:
@@ -172,7 +143,7 @@ def main() -> None:
             if os.fork() == 0:
                 channel.close()
                 os.close(read)
-                with contextlib.suppress(EOFError, OSError):
+                with contextlib.suppress(OSError, ValueError):  # the other side ended, maybe in a line
                     _serve(socket.socket(fileno=fds[0]), kind, told)
                 os._exit(0)
             os.close(fds[0])

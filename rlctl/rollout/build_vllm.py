@@ -3,10 +3,10 @@
 completions             base of both: requests → sampling parameters, vLLM's lists → turns
   vllm                  an engine in this process; isolates the state that vLLM changes
     tensor_parallel     several ranks share one; vllm_workers: parts of it on CPUs
-  vllm_server           a client of servers: sampling, also in flight; syncs
+  vllm_server           samples from servers, also in flight
+    server_client       requests to servers, and servers that fail; server_access: the key of a server
     replicas            starts, watches and restarts servers; server_process: each, here or through Ray
-    server_access       the key of a server, and whether its engine works
-    weights             new weights as files; weight_broadcast: without files
+    weight_sync         gives servers new weights; weights: as files; weight_broadcast: without files
 """
 
 from __future__ import annotations
@@ -31,10 +31,12 @@ from rlctl.rollout.completions import LOGPROBS_MODE, MERGE_LORA, listed_tokens, 
 from rlctl.rollout.protocol import EngineContext, ExpectedWeights, sampling_of
 from rlctl.rollout.replicas import Replicas, ReplicaSettings
 from rlctl.rollout.server_access import KEY, ask
+from rlctl.rollout.server_client import ServerClient
 from rlctl.rollout.server_process import RayHost, ray_hosts
 from rlctl.rollout.vllm import VLLMRollout
 from rlctl.rollout.vllm_server import GENERATE, VLLMServerRollout
 from rlctl.rollout.weight_broadcast import WeightBroadcast, transfer_backend
+from rlctl.rollout.weight_sync import WeightSync
 from rlctl.rollout.weights import PublishedWeights, VersionedDir
 from rlctl.spec.rollout import VLLM_LORA_RANKS
 from rlctl.spec.run_spec import RunSpec
@@ -149,39 +151,46 @@ def _on_servers(context: EngineContext) -> VLLMServerRollout:
     held = contextlib.ExitStack()
     if not server.urls:
         os.environ[KEY] = context.agree(os.environ.get(KEY) or secrets.token_hex(32))
-    if is_main and server.urls:
-        rank = spec.model.lora_rank * spec.syncs_adapter
-        in_flight = spec.rollout.in_flight
-        backends = reachable(server.urls, server.start_timeout, lora_rank=rank, in_flight=in_flight)
-        broadcasts = broadcasts and _can_broadcast(
-            server.urls, backends, context.device, server.weight_transfer == "broadcast"
+    elif is_main:
+        backends = reachable(
+            server.urls,
+            server.start_timeout,
+            lora_rank=spec.model.lora_rank * spec.syncs_adapter,
+            in_flight=spec.rollout.in_flight,
         )
+        is_needed = server.weight_transfer == "broadcast"
+        broadcasts = broadcasts and _can_broadcast(server.urls, backends, context.device, is_needed)
     if local_rank == 0 and node < on_nodes:
         published = PublishedWeights(context.model, context.tokenizer, directory)
+        held.callback(published.close)
         if not server.urls:
-            hosts = held.enter_context(_ray_hosts(spec, broadcasts)) if by_ray else None
+            hosts = held.enter_context(_ray_hosts(spec, broadcasts)) if by_ray else ()
             if importlib.util.find_spec("vllm") is None and not by_ray:
                 raise vllm_missing(ModuleNotFoundError(name="vllm"))
             logs = context.run_dir / ENGINE_LOGS / (f"node-{node}" if node else "")
             settings = replica_settings(spec, reads_images=reads_more_than_text(context.model.config))
             replicas = Replicas(settings, published.latest, logs, hosts)
+            held.callback(replicas.close)
     if is_main and spec.syncs_adapter:
         adapters = VersionedDir(directory)
+        held.callback(adapters.close)
     urls = [url.rstrip("/") for url in server.urls]
     for each in range(0 if urls else on_nodes):
         urls += context.agree(" ".join(replicas.urls) if replicas and each == node else "").split()
+    client = ServerClient(urls, server, replicas.check if replicas else None)
     if is_main and published and broadcasts:
-        broadcast = WeightBroadcast(urls, published.expected, context.device)
-    return VLLMServerRollout(
-        urls,
+        broadcast = WeightBroadcast(client, published.expected, context.device)
+        held.callback(broadcast.close)
+    weights = WeightSync(
+        client,
         context,
         published=published,
         replicas=replicas,
         adapters=adapters,
         broadcast=broadcast,
         starts_empty=broadcasts and not server.urls,
-        held=held,
     )
+    return VLLMServerRollout(context, client, weights, held)
 
 
 def _ray_hosts(spec: RunSpec, broadcasts: bool) -> contextlib.AbstractContextManager[list[RayHost]]:

@@ -30,7 +30,7 @@ from rlctl.rollout.server_access import (
     ask,
     probe_interval,
 )
-from rlctl.rollout.server_process import SERVE, LocalServer, RayHost, server_port
+from rlctl.rollout.server_process import SERVE, LocalHost, RayHost
 from rlctl.spec.rollout import ServerSpec
 
 _WATCH_S = 0.5
@@ -67,10 +67,8 @@ class ReplicaSettings:
 @dataclass(slots=True)
 class _Replica:
     index: int
-    host: str
-    port: int
+    host: LocalHost | RayHost
     log: Path
-    process: LocalServer | RayHost | None = None
     progress: EngineProgress = field(init=False)
     is_ready: threading.Event = field(default_factory=threading.Event)
     heard: float = 0.0  # monotonic time of the engine's last progress, and of the next check
@@ -82,7 +80,8 @@ class _Replica:
     @property
     def address(self) -> str:
         """Host and port, as in the URL."""
-        return f"[{self.host}]:{self.port}" if ":" in self.host else f"{self.host}:{self.port}"
+        name = f"[{self.host.host}]" if ":" in self.host.host else self.host.host
+        return f"{name}:{self.host.port}"
 
     @property
     def url(self) -> str:
@@ -101,7 +100,7 @@ class Replicas:
     Args:
         model: returns the directory that a starting server loads: the newest weights.
         log_dir: directory of the servers' logs, `engine-<i>.log`.
-        hosts: host of each server; None: `server.replicas` of them on this machine.
+        hosts: host of each server; empty: `server.replicas` of them on this machine.
 
     Raises:
         UsageError: `settings.host` is not an address of this machine.
@@ -112,15 +111,14 @@ class Replicas:
         settings: ReplicaSettings,
         model: Callable[[], Path],
         log_dir: Path,
-        hosts: Sequence[RayHost] | None = None,
+        hosts: Sequence[RayHost] = (),
     ) -> None:
-        self._settings, self._server, self._model, self._hosts = settings, settings.server, model, hosts
+        self._settings, self._server, self._model = settings, settings.server, model
         log_dir.mkdir(parents=True, exist_ok=True)
-        where = [(host.host, host.port) for host in hosts or ()]
-        where = where or [(settings.host, server_port(settings.host)) for _ in range(self._server.replicas)]
+        here = range(self._server.replicas)
+        all_hosts: Sequence[LocalHost | RayHost] = hosts or [LocalHost(settings.host) for _ in here]
         self._replicas = [
-            _Replica(index, host, port, log_dir / f"engine-{index}.log")
-            for index, (host, port) in enumerate(where)
+            _Replica(index, host, log_dir / f"engine-{index}.log") for index, host in enumerate(all_hosts)
         ]
         self._restarts_left, self._patience = self._server.max_restarts, self._server.answer_timeout
         self._failure: RunFailure | None = None
@@ -198,12 +196,10 @@ class Replicas:
         finally:
             for replica in self._replicas:
                 replica.is_ready.clear()
-                if replica.process:
-                    replica.process.end()
+                replica.host.end()
 
     def _observe(self, replica: _Replica) -> None:
-        assert replica.process is not None
-        code = replica.process.poll()
+        code = replica.host.poll()
         was_ready = replica.is_ready.is_set()
         if code is None:
             now = time.monotonic()
@@ -220,7 +216,7 @@ class Replicas:
         else:
             what = f"ended with code {code}"
         replica.is_ready.clear()
-        replica.process.end()  # or the remaining processes of its group
+        replica.host.end()  # or the remaining processes of its group
         if not was_ready or not self._restarts_left:
             words = f"vLLM server {replica.index} {what}: {replica.log_tail()}"
             self._failure = RunFailure(words, where=str(replica.log))
@@ -230,7 +226,8 @@ class Replicas:
 
     def _launch(self, replica: _Replica) -> None:
         settings, model = self._settings, self._model()
-        arguments = [*SERVE, *settings.arguments(model), "--host", replica.host, "--port", str(replica.port)]
+        arguments = [*SERVE, *settings.arguments(model), "--host", replica.host.host]
+        arguments += ["--port", str(replica.host.port)]
         # Weight sync is an endpoint of vLLM's development mode.
         environment = {"VLLM_SERVER_DEV_MODE": "1", "VLLM_NO_USAGE_STATS": "1"}
         environment |= {KEY: os.environ[KEY], HOST: replica.address}
@@ -239,13 +236,9 @@ class Replicas:
         if settings.first_gpu is None:
             environment["VLLM_CPU_KVCACHE_SPACE"] = os.environ.get("VLLM_CPU_KVCACHE_SPACE", "2")
             environment["VLLM_CPU_OMP_THREADS_BIND"] = os.environ.get("VLLM_CPU_OMP_THREADS_BIND", "nobind")
-        if self._hosts:
-            replica.process = self._hosts[replica.index]
-            replica.process.start(arguments, environment, model, replica.log)
-            return
-        if settings.first_gpu is not None:
+        elif isinstance(replica.host, LocalHost):  # Ray sets it on other machines
             environment["CUDA_VISIBLE_DEVICES"] = ",".join(self._gpus(replica.index))
-        replica.process = LocalServer(arguments, environment, replica.log)
+        replica.host.start(arguments, environment, model, replica.log)
 
     def _gpus(self, index: int) -> list[str]:
         size, first = self._settings.options.get("tensor_parallel_size", 1), self._settings.first_gpu or 0

@@ -1,4 +1,4 @@
-"""Server processes: on this machine, or on the machines of a Ray cluster, where one actor starts each server.
+"""Hosts of server processes: this machine, or those of a Ray cluster, where one actor starts each server.
 
 Executed as a module with vLLM's arguments, it runs `vllm serve` in a process that ends with its parent.
 Imports no torch, because Ray actors do not need it.
@@ -30,17 +30,38 @@ _ANSWER_S, _LOG_BYTES = 60.0, 8192
 _INSTALL = 'pip install "rlctl[ray]", and set RAY_ADDRESS; or rollout.server.placement: nodes'
 
 
-class LocalServer:
-    """A server on this machine, in a separate process group.
+class LocalHost:
+    """Runs one server on this machine, in a separate process group.
 
     Args:
-        environment: variables added to those of this process, from which variables of ranks are removed: with
-            those of the trainer's process group, an engine would wait for a store that the launcher does not
-            provide for it.
-        log: file to which the server's output is appended.
+        host: address at which the server listens.
+
+    Raises:
+        UsageError: it is not an address of this machine.
     """
 
-    def __init__(self, arguments: list[str], environment: dict[str, str], log: Path) -> None:
+    def __init__(self, host: str) -> None:
+        try:
+            self.host, self.port = host, free_port(host)
+        except OSError as error:
+            raise UsageError(
+                f"vLLM servers cannot listen at {host}, no address of this machine: {error.strerror}",
+                where=NODE_ADDRESS,
+                fix="give the address of this node that other nodes can reach; or set rollout.server.urls",
+            ) from error
+        self._process: subprocess.Popen[bytes] | None = None
+
+    def start(self, arguments: list[str], environment: dict[str, str], model: Path, log: Path) -> None:
+        """Starts the server.
+
+        Args:
+            environment: variables added to those of this process, from which variables of ranks are removed:
+                with those of the trainer's process group, an engine would wait for a store that the launcher
+                does not provide for it.
+            model: directory that is one of the arguments.
+            log: file to which the server's output is appended.
+        """
+        del model
         inherited = environment_without_ranks()
         inherited.pop("VLLM_ENABLE_V1_MULTIPROCESSING", None)  # set for engines in this process
         with open_to_append(log) as output:
@@ -54,12 +75,13 @@ class LocalServer:
             )
 
     def poll(self) -> int | None:
-        """Exit code; None: running."""
-        return self._process.poll()
+        """Exit code; None: running, or not started."""
+        return self._process.poll() if self._process else None
 
     def end(self) -> None:
         """Ends the server and everything it started: first with SIGTERM, then with SIGKILL."""
-        process = self._process
+        if not (process := self._process):
+            return
         for sign in (signal.SIGTERM, signal.SIGKILL):
             with contextlib.suppress(ProcessLookupError):
                 os.killpg(process.pid, sign)
@@ -77,53 +99,35 @@ def _group_lives(group: int) -> bool:
     return True
 
 
-def server_port(host: str) -> int:
-    """A free port for a server at this address of this machine.
-
-    Raises:
-        UsageError: `host` is not an address of this machine.
-    """
-    try:
-        return free_port(host)
-    except OSError as error:
-        raise UsageError(
-            f"vLLM servers cannot listen at {host}, no address of this machine: {error.strerror}",
-            where=NODE_ADDRESS,
-            fix="give the address of this node that other nodes can reach; or set rollout.server.urls",
-        ) from error
-
-
 class _Actor:
     """Starts a server on the machine that Ray has chosen."""
 
     def __init__(self) -> None:
         from ray.util import get_node_ip_address
 
-        self._host = get_node_ip_address()
+        self._host = LocalHost(get_node_ip_address())
         self._directory = Path(tempfile.mkdtemp(prefix="rlctl-server-"))
-        self._server: LocalServer | None = None
 
     def address(self) -> tuple[str, int]:
         """Address and free port at which a server can listen."""
-        return self._host, server_port(self._host)
+        return self._host.host, self._host.port
 
     def start(self, arguments: list[str], environment: dict[str, str], files: dict[str, bytes]) -> None:
         """Starts the server; `files` are those of its model, whose directory replaces the argument ""."""
         for name, content in files.items():
             (self._directory / name).write_bytes(content)
         arguments = [argument or str(self._directory) for argument in arguments]
-        self._server = LocalServer(arguments, environment, self._directory / "log")
+        self._host.start(arguments, environment, self._directory, self._directory / "log")
 
     def poll(self) -> tuple[int | None, bytes]:
         """Exit code (None: running) and the end of the output."""
         log = self._directory / "log"
         output = log.read_bytes()[-_LOG_BYTES:] if log.exists() else b""
-        return (self._server.poll() if self._server else None), output
+        return self._host.poll(), output
 
     def end(self) -> None:
         """Stops the server."""
-        if self._server:
-            self._server.end()
+        self._host.end()
 
 
 class RayHost:

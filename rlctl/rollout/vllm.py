@@ -7,7 +7,8 @@ import re
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, fields
+from dataclasses import fields
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -319,88 +320,35 @@ def _not_started(model_path: str, error: Exception) -> RlctlError:  # noqa: PLR0
 
 
 # --- the process-wide state that vLLM changes -------------------------------------------------------
+#
+# Its workers set torch's number of threads (on a GPU to 1, which makes Adam in host memory ten times slower),
+# environment variables and the precision of matrix products, and replace `torch.set_num_threads`. An
+# architecture that vLLM runs through transformers (SmolLM3, OLMo 2) gets another base class, constructor and
+# call in transformers' own module, with which no other model of this class can be created or run.
 
 #: What vLLM replaces in a class of transformers.
 _REPLACED = ("__init__", "__call__")
+_Classes = dict[type, tuple[tuple[type, ...], dict[str, Any]]]
 
 
-@dataclass(frozen=True, slots=True)
-class ProcessState:
-    """Process-wide state that vLLM may change.
-
-    Its workers set torch's number of threads (on a GPU to 1, which makes Adam in host memory ten times
-    slower), environment variables and the precision of matrix products, and replace `torch.set_num_threads`.
-    An architecture that vLLM runs through transformers (SmolLM3, OLMo 2) gets another base class, constructor
-    and call in transformers' own module, with which no other model of this class can be created or run.
-
-    Attributes:
-        set_num_threads: torch's function, which a library may replace.
-        classes: class of transformers' models → its bases, and what it defines of `_REPLACED`.
-        stream: CUDA's current stream; None without CUDA.
-    """
-
-    num_threads: int
-    set_num_threads: Callable[[int], None]
-    matmul_precision: str
-    dtype: torch.dtype
-    device: torch.device
-    stream: Any
-    environment: dict[str, str]
-    classes: dict[type, tuple[tuple[type, ...], dict[str, Any]]]
-
-    @classmethod
-    def now(cls) -> ProcessState:
-        """Captures the current state."""
-        return cls(
-            num_threads=torch.get_num_threads(),
-            set_num_threads=torch.set_num_threads,
-            matmul_precision=torch.get_float32_matmul_precision(),
-            dtype=torch.get_default_dtype(),
-            device=torch.get_default_device(),
-            stream=torch.cuda.current_stream() if torch.cuda.is_available() else None,
-            environment=dict(os.environ),
-            classes={
-                kind: (kind.__bases__, {name: vars(kind)[name] for name in _REPLACED if name in vars(kind)})
-                for kind in _subclasses(PreTrainedModel)
-            },
-        )
-
-    def apply(self, set_num_threads: Callable[[int], None]) -> None:
-        """Restores this state; sets only what differs.
-
-        Args:
-            set_num_threads: torch's original function.
-        """
-        if torch.get_num_threads() != self.num_threads:
-            set_num_threads(self.num_threads)
-        torch.set_num_threads = self.set_num_threads  # type: ignore[assignment]
-        if torch.get_float32_matmul_precision() != self.matmul_precision:
-            torch.set_float32_matmul_precision(self.matmul_precision)
-        if torch.get_default_dtype() != self.dtype:
-            torch.set_default_dtype(self.dtype)
-        if torch.get_default_device() != self.device:  # setting the CPU would slow every torch call
-            torch.set_default_device(None if self.device.type == "cpu" else self.device)
-        if self.stream is not None and (current := torch.cuda.current_stream()) != self.stream:
-            self.stream.wait_stream(current)  # for the weights that are copied between the two
-            torch.cuda.set_stream(self.stream)
-        for name in os.environ.keys() - self.environment.keys():
-            del os.environ[name]
-        for name, value in self.environment.items():
-            if os.environ.get(name) != value:
-                os.environ[name] = value
-        for kind, (bases, own) in self.classes.items():
-            if kind.__bases__ != bases:
-                kind.__bases__ = bases
-                _define(kind, own)
+def _set_stream(stream: Any) -> None:
+    if stream is not None:
+        stream.wait_stream(torch.cuda.current_stream())  # for the weights that are copied between the two
+        torch.cuda.set_stream(stream)
 
 
-def _define(kind: type, own: dict[str, Any]) -> None:
-    """Makes `own` all that the class defines of `_REPLACED`; the rest is inherited."""
-    for name in _REPLACED:
-        if name in own:
-            setattr(kind, name, own[name])
-        elif name in vars(kind):
-            delattr(kind, name)
+def _set_variables(variables: Mapping[str, str]) -> None:
+    for name in os.environ.keys() - variables.keys():
+        del os.environ[name]
+    os.environ.update(variables)
+
+
+def _classes() -> _Classes:
+    """Class of transformers' models → its bases, and what it defines of `_REPLACED`."""
+    return {
+        kind: (kind.__bases__, {name: vars(kind)[name] for name in _REPLACED if name in vars(kind)})
+        for kind in _subclasses(PreTrainedModel)
+    }
 
 
 def _subclasses(kind: type) -> Iterator[type]:
@@ -410,21 +358,57 @@ def _subclasses(kind: type) -> Iterator[type]:
         yield from _subclasses(below)
 
 
+def _set_classes(classes: _Classes) -> None:
+    for kind, (bases, own) in classes.items():
+        if kind.__bases__ != bases:
+            kind.__bases__ = bases
+            for name in _REPLACED:
+                if name in own:
+                    setattr(kind, name, own[name])
+                elif name in vars(kind):
+                    delattr(kind, name)
+
+
+#: How each part of the state is read and set, by torch's own functions.
+_STATE: tuple[tuple[Callable[[], Any], Callable[[Any], object]], ...] = (
+    (torch.get_num_threads, torch.set_num_threads),
+    (lambda: torch.set_num_threads, partial(setattr, torch, "set_num_threads")),
+    (torch.get_float32_matmul_precision, torch.set_float32_matmul_precision),
+    (torch.get_default_dtype, torch.set_default_dtype),
+    # Setting the CPU would slow every torch call.
+    (torch.get_default_device, lambda at: torch.set_default_device(None if at.type == "cpu" else at)),
+    (lambda: torch.cuda.current_stream() if torch.cuda.is_available() else None, _set_stream),
+    (lambda: dict(os.environ), _set_variables),
+    (_classes, _set_classes),
+)
+
+
+def process_state() -> list[Any]:
+    """The current state, for `restore`."""
+    return [read() for read, _ in _STATE]
+
+
+def restore(state: Sequence[Any]) -> None:
+    """Sets what differs from an earlier state."""
+    for (read, write), value in zip(_STATE, state, strict=True):
+        if read() != value:
+            write(value)
+
+
 class IsolatedState:
     """Runs an engine with the state that it last had, separate from that of the rest of the process."""
 
     def __init__(self) -> None:
-        self._state: ProcessState | None = None
-        self._set_num_threads = torch.set_num_threads
+        self._state: list[Any] | None = None
 
     @contextmanager
     def running(self) -> Iterator[None]:
         """Applies the engine's state inside the block and restores the previous one, even on errors."""
-        before = ProcessState.now()
+        before = process_state()
         if self._state is not None:
-            self._state.apply(self._set_num_threads)
+            restore(self._state)
         try:
             yield
         finally:
-            self._state = ProcessState.now()
-            before.apply(self._set_num_threads)
+            self._state = process_state()
+            restore(before)

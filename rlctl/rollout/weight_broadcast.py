@@ -10,14 +10,14 @@ import contextlib
 import socket
 import threading
 from base64 import b64encode
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable
 from concurrent.futures import FIRST_EXCEPTION, Future, wait
 from datetime import timedelta
-from itertools import accumulate
+from functools import partial
+from itertools import accumulate, repeat
 from typing import Any, TypeVar
 from urllib.parse import urlsplit
 
-import httpx
 import torch
 from torch import Tensor
 from torch._C._distributed_c10d import FileStore, ProcessGroupGloo, TCPStore
@@ -26,8 +26,9 @@ from rlctl.errors import RunFailure, one_line
 from rlctl.leftovers import temporary_directory
 from rlctl.processes import free_port, own_address
 from rlctl.rollout.protocol import ExpectedWeights
-from rlctl.rollout.server_access import ask
+from rlctl.rollout.server_client import ServerClient
 from rlctl.rollout.vllm import IsolatedState
+from rlctl.rollout.weights import chunks
 
 #: Weights are sent in chunks of about this size; the main rank temporarily holds a chunk twice.
 CHUNK_BYTES = 2**29
@@ -47,8 +48,8 @@ def transfer_backend(device: torch.device) -> str:
 class WeightBroadcast:
     """Sends weights to all servers, from the main rank."""
 
-    def __init__(self, urls: list[str], expected: ExpectedWeights, device: torch.device) -> None:
-        self._urls, self._expected, self._device = urls, expected, device
+    def __init__(self, client: ServerClient, expected: ExpectedWeights, device: torch.device) -> None:
+        self._client, self._expected, self._device = client, expected, device
         self._group: _NcclGroup | _GlooGroup | None = None
 
     @property
@@ -63,11 +64,12 @@ class WeightBroadcast:
             RunFailure: a server does not join, or the group cannot be formed; nothing was sent.
         """
         self.close()
-        sizes = [int(_ask(url, "/get_world_size")["world_size"]) for url in self._urls]
-        kind: Callable[..., _NcclGroup | _GlooGroup] = (
-            _NcclGroup if self._device.type == "cuda" else _GlooGroup
-        )
-        created = _in_background(kind, 1 + sum(sizes), self._urls, self._device)
+        answers = [self._client.run(self._client.send(url, "/get_world_size")) for url in self._client.urls]
+        sizes = [int(answer.json()["world_size"]) for answer in answers]
+        create: Callable[[int], _NcclGroup | _GlooGroup] = partial(_GlooGroup, self._client.urls)
+        if self._device.type == "cuda":
+            create = partial(_NcclGroup, self._device)
+        created = _in_background(create, 1 + sum(sizes))
         _all_done([created], _CONNECT_S, _NOT_FORMED)
         group = created.result()
         opened = _in_background(group.join)
@@ -75,10 +77,8 @@ class WeightBroadcast:
         # Each update request is one packed broadcast of any size.
         common = group.meeting | {"world_size": group.world_size, "packed": True}
         common |= {"packed_buffer_size_bytes": 2**62, "packed_num_buffers": 1}
-        joined = [
-            _post(url, "/init_weight_transfer_engine", {"init_info": common | {"rank_offset": offset}})
-            for url, offset in zip(self._urls, offsets, strict=True)
-        ]
+        infos = ({"init_info": common | {"rank_offset": offset}} for offset in offsets)
+        joined = self._post("/init_weight_transfer_engine", infos)
         _all_done([opened, *joined], _CONNECT_S, _NOT_FORMED)
         self._group = group
 
@@ -91,16 +91,20 @@ class WeightBroadcast:
         """
         assert self._group is not None
         try:
-            self._ask_all("/start_weight_update", {})
+            _all_done(self._post("/start_weight_update", repeat({})))
             sent: list[Future[Any]] = []
-            for names, flat, shapes in _chunks(self._expected.in_files(named_tensors), self._device):
+            for chunk in chunks(self._expected.in_files(named_tensors), CHUNK_BYTES, self._device):
+                flat = torch.cat([value.view(-1) for value in chunk.values()])
                 _all_done(sent)  # servers load a chunk while the next is gathered
-                dtype = str(flat.dtype).removeprefix("torch.")
-                update = {"names": names, "dtype_names": [dtype] * len(names), "shapes": shapes}
-                sent = [_post(url, "/update_weights", {"update_info": update}) for url in self._urls]
+                update = {
+                    "names": list(chunk),
+                    "dtype_names": [str(flat.dtype).removeprefix("torch.")] * len(chunk),
+                    "shapes": [list(value.shape) for value in chunk.values()],
+                }
+                sent = self._post("/update_weights", repeat({"update_info": update}))
                 sent.append(_in_background(self._group.broadcast, flat.view(torch.uint8)))
             _all_done(sent)
-            self._ask_all("/finish_weight_update", {})
+            _all_done(self._post("/finish_weight_update", repeat({})))
         except BaseException:
             self.close()  # a broadcast that a rank misses never ends
             raise
@@ -111,31 +115,10 @@ class WeightBroadcast:
             self._group.abort()
             self._group = None
 
-    def _ask_all(self, path: str, body: dict[str, Any]) -> None:
-        _all_done([_post(url, path, body) for url in self._urls])
-
-
-def _chunks(
-    weights: Iterator[tuple[tuple[str, ...], Tensor]], device: torch.device
-) -> Iterator[tuple[list[str], Tensor, list[list[int]]]]:
-    """Yields chunks: names, values concatenated to one (N,) tensor, shapes; one dtype per chunk."""
-    names: list[str] = []
-    values: list[Tensor] = []
-    shapes: list[list[int]] = []
-    size = 0
-    for all_names, tensor in weights:
-        if names and (size >= CHUNK_BYTES or tensor.dtype != values[0].dtype):
-            yield names, torch.cat(values), shapes
-            names, values, shapes, size = [], [], [], 0
-        # A copy, because a gathered weight is freed when the next one is gathered.
-        value = tensor.detach().to(device, copy=True).reshape(-1)
-        for name in all_names:  # tied weights under each name, as in files
-            names.append(name)
-            values.append(value)
-            shapes.append(list(tensor.shape))
-            size += value.nbytes
-    if names:
-        yield names, torch.cat(values), shapes
+    def _post(self, path: str, bodies: Iterable[dict[str, Any]]) -> list[Future[Any]]:
+        """Sends the next body to each server."""
+        each = zip(self._client.urls, bodies, strict=False)
+        return [self._client.start(self._client.send(url, path, body)) for url, body in each]
 
 
 class _NcclGroup:
@@ -146,8 +129,7 @@ class _NcclGroup:
             protected port; vLLM's alternative is a port that everyone can use, whose content it unpickles.
     """
 
-    def __init__(self, world_size: int, urls: list[str], device: torch.device) -> None:
-        del urls
+    def __init__(self, device: torch.device, world_size: int) -> None:
         self.world_size, self._device = world_size, device
         with IsolatedState().running():
             from vllm.distributed.device_communicators.pynccl import NCCLLibrary
@@ -180,8 +162,7 @@ _LEFT: list[Any] = []
 class _GlooGroup:
     """The same over gloo; on one machine, its members meet at a file that only their user can read."""
 
-    def __init__(self, world_size: int, urls: list[str], device: torch.device) -> None:
-        del device
+    def __init__(self, urls: list[str], world_size: int) -> None:
         self.world_size, self._held = world_size, contextlib.ExitStack()
         host = own_address(urlsplit(url).hostname for url in urls)
         if host in {"127.0.0.1", "::1"}:
@@ -218,22 +199,6 @@ def join_gloo(where: str, port: int, rank: int, world_size: int) -> Any:
             where, port, None, rank == 0, timeout, wait_for_workers=False, master_listen_fd=listener
         )
     return ProcessGroupGloo(store, rank, world_size, timedelta(seconds=_GLOO_S))
-
-
-def _post(url: str, path: str, body: dict[str, Any]) -> Future[Any]:
-    return _in_background(_ask, url, path, body)
-
-
-def _ask(url: str, path: str, body: dict[str, Any] | None = None) -> Any:
-    method = "GET" if body is None else "POST"
-    try:
-        answer = ask(method, url + path, _LOAD_S, body)
-    except httpx.HTTPError as error:
-        raise RunFailure(f"a vLLM server fails at {path}: {one_line(error)}", where=url) from error
-    if not answer.is_success:
-        words = " ".join(answer.text.split())[:500]
-        raise RunFailure(f"vLLM refuses {path} (HTTP {answer.status_code}): {words}", where=url)
-    return answer.json()
 
 
 def _in_background(function: Callable[..., _Result], *arguments: Any) -> Future[_Result]:

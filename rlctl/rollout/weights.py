@@ -8,7 +8,7 @@ import json
 import os
 import shutil
 import tempfile
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -142,16 +142,30 @@ class PublishedWeights(VersionedDir):
     def _write_shards(self, directory: Path, named_tensors: Iterable[tuple[str, Tensor]]) -> None:
         """Writes the weights, and the index that names the file of each."""
         files: dict[str, str] = {}
-        shard: dict[str, Tensor] = {}
-        number = size = 0
-        for names, tensor in self.expected.in_files(named_tensors):
-            if size >= SHARD_BYTES:
-                save_file(shard, directory / f"model-{number}.safetensors", metadata={"format": "pt"})
-                number, shard, size = number + 1, {}, 0
-            for name in names:  # tied weights under each name: safetensors cannot share memory
-                shard[name] = tensor.detach().to("cpu", copy=True).contiguous()
-                files[name] = f"model-{number}.safetensors"
-                size += shard[name].nbytes
-        save_file(shard, directory / f"model-{number}.safetensors", metadata={"format": "pt"})
+        for number, shard in enumerate(chunks(self.expected.in_files(named_tensors), SHARD_BYTES, "cpu")):
+            file = f"model-{number}.safetensors"
+            save_file(shard, directory / file, metadata={"format": "pt"})
+            files |= dict.fromkeys(shard, file)
         index = {"metadata": {}, "weight_map": files}
         (directory / "model.safetensors.index.json").write_text(json.dumps(index))
+
+
+def chunks(
+    weights: Iterable[tuple[tuple[str, ...], Tensor]], num_bytes: int, device: torch.device | str
+) -> Iterator[dict[str, Tensor]]:
+    """Copies of weights by name, in chunks of one dtype and about `num_bytes`.
+
+    Copies, because a gathered weight is freed when the next one is gathered; one under each name of a tied
+    weight, because safetensors cannot share memory.
+    """
+    chunk: dict[str, Tensor] = {}
+    size = 0
+    for names, tensor in weights:
+        if chunk and (size >= num_bytes or tensor.dtype != next(iter(chunk.values())).dtype):
+            yield chunk
+            chunk, size = {}, 0
+        for name in names:
+            chunk[name] = tensor.detach().to(device, copy=True).contiguous()
+            size += tensor.nbytes
+    if chunk:
+        yield chunk

@@ -73,13 +73,12 @@ def engine(
         object.__setattr__(context, "run_dir", directory)
         built = build_vllm(context)
         built._eos_ids = []
-        body = built._generate_body
+        parameters = built._parameters
 
-        def endless(request: Request, sampling: Sampling) -> dict[str, Any]:
-            found = body(request, sampling)
-            return found | {"sampling_params": found["sampling_params"] | {"ignore_eos": True}}
+        def endless(sampling: Sampling, request: Request) -> dict[str, Any]:
+            return parameters(sampling, request) | {"ignore_eos": True}
 
-        patched.setattr(built, "_generate_body", endless)
+        patched.setattr(built, "_parameters", endless)
         yield built, directory
         built.close()
 
@@ -126,7 +125,7 @@ def test_every_log_prob_is_that_of_the_policy_that_sampled(
 ) -> None:
     """Of which version, at which token, and with whose cache: to rounding."""
     rollout, _ = engine
-    rollout._cache = cache
+    rollout._weights.cache = cache
     for _ in range(5):  # until an update meets an open response
         turns = sampled(rollout, versions)
         counts = [len(set(turn.versions.tolist())) for turn in turns]
@@ -151,7 +150,7 @@ def test_a_server_that_is_killed_while_it_samples_loses_no_request(
 ) -> None:
     """Those that were open are repeated, with the newest weights, and counted."""
     rollout, _ = engine
-    rollout._cache = "recompute"
+    rollout._weights.cache = "recompute"
     before = rollout.num_repeated
     send(rollout, 9)
     [server] = [
@@ -160,7 +159,7 @@ def test_a_server_that_is_killed_while_it_samples_loses_no_request(
         if "rlctl.rollout.server_process" in child.cmdline() and "--port" in child.cmdline()
     ][:1]
     # A paused engine ends no request, on however fast a machine; a server that was restarted is not paused.
-    rollout._loop.run(rollout._everywhere(rollout._pause, 60.0))
+    rollout._client.run(rollout._client.everywhere(rollout._weights.pause))
     with ThreadPoolExecutor(COUNT) as threads:
         requests = [Request(PROMPT, seed=seed, max_tokens=LENGTH) for seed in range(COUNT)]
         turns = [threads.submit(rollout.sample_in_flight, [request], SAMPLING) for request in requests]

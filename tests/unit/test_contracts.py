@@ -161,7 +161,7 @@ def test_vllm_knows_every_argument_option_path_and_variable(end: str) -> None:
     assert asked | sampling <= set(_fields(given, "CompletionRequest"))
     assert given.mentions("/inference/v1/generate", "vllm.entrypoints")
     in_flight = _fields(given, "GenerateRequest")
-    assert {"model", "token_ids", "sampling_params", "cache_salt"} <= set(in_flight)
+    assert {"model", "token_ids", "sampling_params", "cache_salt", "priority"} <= set(in_flight)
     assert given.mentions("weight_versions", "vllm.entrypoints") or end == "lowest"  # the run says so
     files = [path.relative_to(ROOT).as_posix() for path in (ROOT / "rlctl/rollout").glob("*.py")]
 
@@ -244,7 +244,7 @@ def test_deepspeed_and_transformers_know_every_setting_and_attribute(end: str) -
 @pytest.mark.parametrize("end", ENDS)
 @pytest.mark.parametrize("package", ["vllm", "deepspeed"])
 def test_what_changes_the_whole_process_is_known(package: str, end: str) -> None:
-    """A new line: see whether `ProcessState` in rollout/vllm.py undoes it, or it cannot be; then list it."""
+    """A new line: see whether `_STATE` in rollout/vllm.py undoes it, or it cannot be; then list it."""
     known = set(STATE.read_text(encoding="utf-8").splitlines())
     new = state_changes(sources(package, end)) - known
     assert not new, "\n".join(sorted(new))

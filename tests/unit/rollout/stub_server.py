@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import base64
+import contextlib
 import io
 import json
 import math
@@ -18,8 +19,10 @@ import torch
 from rlctl.batch import Turn
 from rlctl.rollout.protocol import EngineContext, Request, Sampling
 from rlctl.rollout.server_access import ONE_TOKEN
+from rlctl.rollout.server_client import ServerClient
 from rlctl.rollout.vllm_server import GENERATE, VLLMServerRollout
-from rlctl.rollout.weights import PublishedWeights
+from rlctl.rollout.weight_sync import WeightSync
+from rlctl.rollout.weights import PublishedWeights, VersionedDir
 from rlctl.spec.load import load_spec
 from tests.unit.rollout.test_hf_rollout import TOKENIZER, random_model
 
@@ -43,7 +46,9 @@ class Server(ThreadingHTTPServer):
         self.key = ""
         self.tokens = lambda: 0  # produced so far, in its metrics
         self.logprobs_mode: str | None = "processed_logprobs"  # None: development mode is off; "": it fails
-        self.trouble: list[int] = []  # HTTP codes to answer the next completions with; 0: hang up
+        #: HTTP codes to answer the next completions with, the last first; 0: hang up; None: as usual
+        self.trouble: list[int | None] = []
+        self.fails_at: list[str] = []  # paths of the next requests that it fails to answer
         self.lora: dict[str, Any] | None = None  # settings of its start; None: it takes no adapters
         self.finish_reason: str | None = "stop"
         self.takes_new_adapters = True
@@ -102,7 +107,10 @@ class Handler(BaseHTTPRequestHandler):
             return
         self.server.asked.append((self.path, body))
         self.server.is_awake.wait(120)
-        if self.path.endswith("lora_adapter"):
+        if self.path in self.server.fails_at:
+            self.server.fails_at.remove(self.path)
+            self.answer(500, {})
+        elif self.path.endswith("lora_adapter"):
             self.load_or_unload(body["lora_name"])
         elif self.path == "/update_weight_version":
             self.server.weight_version = body["new_version"]
@@ -123,8 +131,7 @@ class Handler(BaseHTTPRequestHandler):
             self.answer(400, {"error": {"message": "fields are missing"}})
         elif body["model"] not in ["policy", *self.server.adapters]:
             self.answer(404, {"error": {"message": f"The model {body['model']} does not exist."}})
-        elif self.server.trouble:
-            code = self.server.trouble.pop()
+        elif self.server.trouble and (code := self.server.trouble.pop()) is not None:
             if code == 0:
                 self.close_connection = True
                 return
@@ -134,7 +141,8 @@ class Handler(BaseHTTPRequestHandler):
             self.server.may_answer.wait(120)
             self.server.engine_works.wait(120)
             if self.path == GENERATE:
-                self.server.answers_in_flight.wait(120)
+                if not body["priority"]:
+                    self.server.answers_in_flight.wait(120)
                 self.answer(200, {"choices": [self.generated(**body["sampling_params"], **body)]})
                 return
             index, token, end = body["seed"] % 10, body["prompt"][-1], TOKENIZER.eos_token_id
@@ -204,10 +212,31 @@ def context_of(
 def engine_on(
     servers: list[Server], tmp_path: Path, *overrides: str, **options: Any
 ) -> tuple[VLLMServerRollout, Any]:
+    """An engine on these servers, and its policy."""
     model = random_model(1)
-    published = PublishedWeights(model, TOKENIZER, tmp_path / "weights")
-    context, urls = context_of(model, *overrides), [server.url for server in servers]
-    return VLLMServerRollout(urls, context, published=published, replicas=None, **options), model
+    return rollout_on(servers, context_of(model, *overrides), tmp_path / "weights", **options), model
+
+
+def rollout_on(
+    servers: list[Server],
+    context: EngineContext,
+    directory: Path,
+    *,
+    has_adapters: bool = False,
+    **options: Any,
+) -> VLLMServerRollout:
+    """As `build_vllm` constructs it, for servers that run already; only rank 0 writes weights."""
+    client = ServerClient([server.url for server in servers], context.spec.rollout.server)
+    held = contextlib.ExitStack()
+    published = None
+    if context.rank == 0:
+        published = PublishedWeights(context.model, TOKENIZER, directory)
+        held.callback(published.close)
+    if has_adapters:
+        options["adapters"] = VersionedDir(directory)
+        held.callback(options["adapters"].close)
+    weights = WeightSync(client, context, published=published, **options)
+    return VLLMServerRollout(context, client, weights, held)
 
 
 def sample(engine: Any, n: int = 3, sampling: Sampling = SAMPLING) -> list[Turn]:

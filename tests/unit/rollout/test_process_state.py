@@ -12,7 +12,7 @@ import torch
 
 from rlctl.rollout import vllm as module
 from rlctl.rollout.completions import vllm_options
-from rlctl.rollout.vllm import IsolatedState, ProcessState
+from rlctl.rollout.vllm import IsolatedState, process_state, restore
 from tests.models import tiny_model
 from tests.unit.rollout.test_hf_rollout import TOKENIZER
 
@@ -37,26 +37,26 @@ def clean(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setenv("RLCTL_TEST_REMOVED", "ours")
     set_num_threads, threads = torch.set_num_threads, torch.get_num_threads()
     set_num_threads(3)
-    before = ProcessState.now()
+    before = process_state()
     yield
-    before.apply(set_num_threads)
+    restore(before)
     set_num_threads(threads)
 
 
 def test_ours_is_restored_and_theirs_is_found_again() -> None:
-    before = ProcessState.now()
+    before = process_state()
     isolated = IsolatedState()
     with isolated.running():
         spoil()
-        theirs = ProcessState.now()
-    assert ProcessState.now() == before
+        theirs = process_state()
+    assert process_state() == before
     with isolated.running():
-        assert ProcessState.now() == theirs
-    assert ProcessState.now() == before
+        assert process_state() == theirs
+    assert process_state() == before
 
 
 def test_it_is_restored_after_a_fault() -> None:
-    before = ProcessState.now()
+    before = process_state()
 
     def failing() -> None:
         spoil()
@@ -65,7 +65,7 @@ def test_it_is_restored_after_a_fault() -> None:
     isolated = IsolatedState()
     with pytest.raises(RuntimeError, match="no memory"), isolated.running():
         failing()
-    assert ProcessState.now() == before
+    assert process_state() == before
 
 
 def test_a_class_of_transformers_that_an_engine_changes_stays_usable() -> None:
@@ -155,16 +155,16 @@ def test_a_vllm_engine_keeps_its_state_to_itself(monkeypatch, tmp_path) -> None:
         monkeypatch.setenv(name, "0")
     module._set_environment()
     random_model(1).save_pretrained(tmp_path)
-    before = ProcessState.now()
+    before = process_state()
     engine = module.VLLMRollout(str(tmp_path), TOKENIZER, OPTIONS, revision="a-branch")
-    assert ProcessState.now() == before
+    assert process_state() == before
     turns = engine.sample(make_requests(n=2), PLAIN)
     assert [turn.token_ids.tolist() for turn in turns] == [[TOKENIZER.eos_token_id]] * 12
-    assert ProcessState.now() == before
+    assert process_state() == before
     assert engine.description == "vLLM 9.9, model runner V2"
     assert StubLLM.asked["revision"] == StubLLM.asked["tokenizer_revision"] == "a-branch"
     engine.close()
-    assert ProcessState.now() == before
+    assert process_state() == before
 
 
 class Sleeper(StubLLM):

@@ -58,7 +58,7 @@ def started(monkeypatch: pytest.MonkeyPatch) -> Iterator[Started]:
     class StubReplicas:
         def __init__(self, settings: Any, model: Callable[[], Path], log_dir: Path, hosts: Any) -> None:
             assert settings.options["weight_transfer_config"] == {"backend": "gloo"}
-            assert (settings.server.replicas, hosts) == (1, None)
+            assert (settings.server.replicas, hosts) == (1, ())
             self.name, self.model, self.is_started = log_dir.name, model, False
             found.servers[self.name] = self.server = Server()
             Worker(self.server)

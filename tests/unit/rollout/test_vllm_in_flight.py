@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from rlctl.errors import EnvironmentFailure, RunFailure
-from rlctl.rollout import vllm_server
+from rlctl.rollout import server_client, vllm_server
 from rlctl.rollout.build_vllm import reachable
 from rlctl.rollout.protocol import InFlightRollout, PlainWeights, Request
 from rlctl.rollout.vllm_server import GENERATE, VLLMServerRollout
@@ -32,7 +32,7 @@ def server() -> Iterator[Server]:
 
 @pytest.fixture(autouse=True)
 def impatient(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(vllm_server, "_RETRY_S", 0.01)
+    monkeypatch.setattr(server_client, "RETRY_S", 0.01)
 
 
 def started(server: Server, tmp_path: Path, *overrides: str) -> tuple[VLLMServerRollout, Any]:

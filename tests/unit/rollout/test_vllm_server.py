@@ -18,14 +18,22 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from rlctl.errors import EnvironmentFailure, RunFailure, UsageError
-from rlctl.rollout import vllm_server, weights
+from rlctl.rollout import server_client, weight_sync, weights
 from rlctl.rollout.build_vllm import reachable, replica_settings
 from rlctl.rollout.protocol import EngineLock, LockedRollout, PlainWeights, Request
 from rlctl.rollout.server_access import KEY
 from rlctl.rollout.vllm_server import VLLMServerRollout
 from rlctl.rollout.weights import PublishedWeights
 from rlctl.spec.load import load_spec
-from tests.unit.rollout.stub_server import SAMPLING, Server, context_of, engine_on, sample, versions_of
+from tests.unit.rollout.stub_server import (
+    SAMPLING,
+    Server,
+    context_of,
+    engine_on,
+    rollout_on,
+    sample,
+    versions_of,
+)
 from tests.unit.rollout.test_hf_rollout import TOKENIZER, random_model
 
 #: How a server gets weights that are files, and which they are.
@@ -43,7 +51,8 @@ def servers() -> Iterator[list[Server]]:
 
 @pytest.fixture(autouse=True)
 def impatient(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(vllm_server, "_RETRY_S", 0.01)
+    for module in (server_client, weight_sync):
+        monkeypatch.setattr(module, "RETRY_S", 0.01)
 
 
 def test_prompts_go_round_and_turns_come_back_in_order(servers: list[Server], tmp_path: Path) -> None:
@@ -79,7 +88,7 @@ def test_a_cache_that_keeps_older_blocks_is_an_error(
 ) -> None:
     servers[1].used_blocks = 10**9
     engine, model = engine_on(servers, tmp_path)
-    monkeypatch.setattr(vllm_server, "_SYNC_S", 0.05)
+    monkeypatch.setattr(weight_sync, "SYNC_S", 0.05)
     with pytest.raises(RunFailure, match="kept cached blocks of older weights") as refused:
         engine.sync_weights(PlainWeights(model.state_dict().items()), policy_version=4)
     assert refused.value.where == servers[1].url
@@ -187,7 +196,7 @@ def test_what_a_server_lists_as_most_likely(servers: list[Server], tmp_path: Pat
 def test_a_server_that_was_away_gets_the_newest_weights_before_it_is_asked_again(
     servers: list[Server], tmp_path: Path, code: int
 ) -> None:
-    """Once, whichever requests notice it; what it has sampled before that is not used."""
+    """Once; what it has sampled before that is not used."""
     engine, model = engine_on(servers[:1], tmp_path)
     engine.sync_weights(PlainWeights(model.state_dict().items()), policy_version=1)
     engine.sync_weights(PlainWeights(model.state_dict().items()), policy_version=2)
@@ -199,8 +208,42 @@ def test_a_server_that_was_away_gets_the_newest_weights_before_it_is_asked_again
     away = paths.index("/collective_rpc")
     assert paths[away : away + 3] == RELOAD
     assert paths.count("/collective_rpc") == 1
-    assert paths.count("/v1/completions") == 6 + 3 + 6
+    assert paths.count("/v1/completions") == 6 + 6
     assert server.asked[away][1]["kwargs"]["weights_path"].endswith("/v2")
+
+
+def test_a_server_that_answers_some_requests_is_asked_for_the_others(
+    servers: list[Server], tmp_path: Path
+) -> None:
+    """However often, as a busy one may be; it is given up after three times that bring nothing."""
+    engine, model = engine_on(servers[:1], tmp_path)
+    engine.sync_weights(PlainWeights(model.state_dict().items()), policy_version=1)
+    [server] = servers[:1]
+    server.trouble = [500, None, 0, None, 500, 500, None, None, None, 0, 500, 500]
+    turns = sample(engine)
+    assert [len(turn.token_ids) for turn in turns] == [1, 2, 3, 1, 2, 3]
+    assert server.paths().count("/v1/completions") == 6 + 3 + 2 + 1 + 1
+    assert engine.num_repeated == 3 + 2 + 1 + 1
+    server.trouble = [500] * 18
+    with pytest.raises(RunFailure, match=r"repeatedly.*the engine says why"):
+        sample(engine)
+    assert server.trouble == []
+    engine.close()
+
+
+def test_a_server_that_fails_while_it_loads_gets_everything_again(
+    servers: list[Server], tmp_path: Path
+) -> None:
+    """It may have been restarted: naming its weights would not give it the newest ones."""
+    engine, model = engine_on(servers[:1], tmp_path)
+    [server] = servers[:1]
+    for path in RELOAD:
+        server.asked.clear()
+        server.fails_at = [path]
+        engine.sync_weights(PlainWeights(model.state_dict().items()), policy_version=1)
+        before = RELOAD[: RELOAD.index(path) + 1]
+        assert server.paths() == [*before, *RELOAD]
+    engine.close()
 
 
 def test_a_server_that_only_stumbled_is_asked_again(servers: list[Server], tmp_path: Path) -> None:
@@ -242,9 +285,8 @@ def test_no_server_loads_weights_while_another_rank_still_samples(
         return first
 
     def on_rank(rank: int) -> VLLMServerRollout:
-        handed = PublishedWeights(model, TOKENIZER, tmp_path / "weights") if rank == 0 else None
         context = context_of(model, rank=rank, agree=partial(agree, rank))
-        return VLLMServerRollout([server.url], context, published=handed, replicas=None)
+        return rollout_on([server], context, tmp_path / "weights")
 
     engines, lock = [on_rank(0), on_rank(1)], EngineLock()
     trainers = [engines[0], LockedRollout(engines[1], lock, first=True)]
@@ -276,7 +318,7 @@ def test_a_server_that_hangs_is_named(servers: list[Server], tmp_path: Path, mom
     """The whole server, or its engine alone: then the server still answers what needs no engine."""
     engine, model = engine_on(servers, tmp_path)
     engine.sync_weights(PlainWeights(model.state_dict().items()), policy_version=1)
-    engine._answer_timeout = 1.0
+    engine._client.answer_timeout = 1.0
     getattr(servers[1], hangs).clear()
     sync = partial(engine.sync_weights, PlainWeights(model.state_dict().items()), policy_version=2)
     with pytest.raises(RunFailure, match="engine has not answered for") as caught:
@@ -293,7 +335,7 @@ def test_an_engine_too_busy_for_a_probe_works_while_it_produces_tokens(
     [server] = servers[:1]
     engine, model = engine_on([server], tmp_path)
     engine.sync_weights(PlainWeights(model.state_dict().items()), policy_version=1)
-    engine._answer_timeout = 0.8
+    engine._client.answer_timeout = 0.8
     server.engine_works.clear()
     produced = itertools.count()
 
@@ -313,7 +355,7 @@ def test_a_sync_that_one_server_loses_half_way_leaves_no_mixture(
     """The first server has the new weights, the second has stopped permanently: nothing is sampled from
     either."""
     engine, model = engine_on(servers, tmp_path)
-    engine._start_timeout = 0.3
+    engine._client._start_timeout = 0.3
     engine.sync_weights(PlainWeights(model.state_dict().items()), policy_version=1)
     servers[1].shutdown()
     servers[1].server_close()

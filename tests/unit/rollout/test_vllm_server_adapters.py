@@ -11,10 +11,9 @@ import pytest
 from torch import Tensor
 
 from rlctl.errors import EnvironmentFailure, UsageError
-from rlctl.rollout import vllm_server
+from rlctl.rollout import server_client
 from rlctl.rollout.build_vllm import reachable
 from rlctl.rollout.vllm_server import VLLMServerRollout
-from rlctl.rollout.weights import VersionedDir
 from tests.unit.rollout.stub_server import Server, engine_on, sample, versions_of
 
 
@@ -39,7 +38,7 @@ class Adapted:
 
 @pytest.fixture
 def server(monkeypatch: pytest.MonkeyPatch) -> Iterator[Server]:
-    monkeypatch.setattr(vllm_server, "_RETRY_S", 0.01)
+    monkeypatch.setattr(server_client, "RETRY_S", 0.01)
     one = Server()
     one.lora = {"max_lora_rank": 8}
     yield one
@@ -49,9 +48,7 @@ def server(monkeypatch: pytest.MonkeyPatch) -> Iterator[Server]:
 
 @pytest.fixture
 def engine(server: Server, tmp_path: Path) -> Iterator[VLLMServerRollout]:
-    engine, model = engine_on(
-        [server], tmp_path, "model.lora_rank=2", adapters=VersionedDir(tmp_path / "weights")
-    )
+    engine, model = engine_on([server], tmp_path, "model.lora_rank=2", has_adapters=True)
     engine.policy = Adapted(model)
     yield engine
     engine.close()
@@ -85,7 +82,8 @@ def test_a_server_that_lost_its_adapter_gets_the_base_and_the_adapter(
     engine.sync_weights(engine.policy, policy_version=1)
     kept = list(server.adapters)
     for when in ("while it samples", "between two syncs"):
-        server.adapters.clear()
+        server.adapters.clear()  # and all weights: it was restarted
+        server.weight_version = "default"
         server.asked.clear()
         if when == "while it samples":
             assert len(sample(engine, n=1)) == 2

@@ -16,11 +16,12 @@ import torch
 from torch import Tensor
 
 from rlctl.errors import EnvironmentFailure, RunFailure
-from rlctl.rollout import vllm_server, weight_broadcast
+from rlctl.rollout import server_client, weight_broadcast
 from rlctl.rollout.build_vllm import _can_broadcast, replica_settings
 from rlctl.rollout.protocol import ExpectedWeights, PlainWeights
 from rlctl.rollout.vllm_server import VLLMServerRollout
 from rlctl.rollout.weight_broadcast import WeightBroadcast, join_gloo
+from rlctl.rollout.weights import chunks
 from rlctl.spec.load import load_spec
 from tests.unit.rollout.stub_server import Server, engine_on, sample, versions_of
 from tests.unit.rollout.test_hf_rollout import random_model
@@ -61,7 +62,7 @@ class Worker:
 
 @pytest.fixture
 def servers(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[Server]]:
-    monkeypatch.setattr(vllm_server, "_RETRY_S", 0.01)
+    monkeypatch.setattr(server_client, "RETRY_S", 0.01)
     monkeypatch.setattr(weight_broadcast, "_CONNECT_S", 10.0)
     monkeypatch.setattr(weight_broadcast, "_GLOO_S", 3.0)
     before, both = set(threading.enumerate()), [Server(), Server()]
@@ -70,7 +71,8 @@ def servers(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[Server]]:
         server.shutdown()
         server.server_close()
     for thread in set(threading.enumerate()) - before:
-        thread.join(15.0)  # one that gloo holds when the interpreter ends would abort the process
+        if thread.name != "rollouts-http":  # it never ends
+            thread.join(15.0)  # one that gloo holds when the interpreter ends would abort the process
 
 
 def broadcasting(
@@ -78,8 +80,9 @@ def broadcasting(
 ) -> tuple[VLLMServerRollout, Any, list[Worker]]:
     workers = [Worker(server) for server in servers]
     engine, model = engine_on(servers, tmp_path, *overrides, **options)
-    urls = [server.url for server in servers]
-    engine._broadcast = WeightBroadcast(urls, ExpectedWeights(model), torch.device("cpu"))
+    broadcast = WeightBroadcast(engine._client, ExpectedWeights(model), torch.device("cpu"))
+    engine._weights.broadcast = broadcast
+    engine._held.callback(broadcast.close)
     return engine, model, workers
 
 
@@ -144,7 +147,7 @@ def test_a_server_that_started_again_answers_nothing_until_the_next_sync(
     sync(engine, model, 1)
     servers[1].weight_version = "default"
     assert len(sample(engine)) == 6
-    assert engine._lost == {servers[1].url}
+    assert engine._weights.lost == {servers[1].url}
     before = len(servers[1].paths())
     assert len(sample(engine)) == 6
     assert len(servers[1].paths()) == before
@@ -167,7 +170,7 @@ def test_a_server_that_went_away_and_came_back_whole_is_asked_again(
     sync(engine, model, 1)
     servers[1].trouble = [500]
     assert len(sample(engine)) == 6
-    assert engine._lost == set()
+    assert engine._weights.lost == set()
     assert servers[1].paths().count("/v1/completions") == 4
     engine.close()
 
@@ -223,8 +226,7 @@ def test_weights_that_are_incomplete_end_no_session(servers: list[Server], tmp_p
     engine.close()
 
 
-def test_chunks_hold_one_dtype_and_copies(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(weight_broadcast, "CHUNK_BYTES", 2**20)
+def test_chunks_hold_one_dtype_and_copies() -> None:
     gathered = torch.zeros(3)
 
     def weights() -> Iterator[tuple[tuple[str, ...], Tensor]]:
@@ -232,12 +234,12 @@ def test_chunks_hold_one_dtype_and_copies(monkeypatch: pytest.MonkeyPatch) -> No
             yield (f"w{number}",), gathered.fill_(number)
         yield ("head", "embedding"), torch.ones(2, 2, dtype=torch.bfloat16)
 
-    first, second = weight_broadcast._chunks(weights(), torch.device("cpu"))
-    assert first[0] == ["w0", "w1", "w2"]
-    assert first[1].tolist() == [0, 0, 0, 1, 1, 1, 2, 2, 2]
-    assert (second[0], second[1].dtype, second[2]) == (
-        ["head", "embedding"], torch.bfloat16, [[2, 2], [2, 2]],
-    )  # fmt: skip
+    first, second = chunks(weights(), 2**20, "cpu")
+    assert {name: value.tolist() for name, value in first.items()} == {f"w{i}": [i] * 3 for i in range(3)}
+    assert {name: (value.dtype, value.shape) for name, value in second.items()} == dict.fromkeys(
+        ["head", "embedding"], (torch.bfloat16, (2, 2))
+    )
+    assert [len(chunk) for chunk in chunks(weights(), 24, "cpu")] == [2, 1, 2]
 
 
 def test_servers_are_started_for_the_transfer(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -83,7 +83,7 @@ class Instances:
 
     def close(self) -> None:
         """Kills all processes."""
-        for pid in self._children:
+        for pid in tuple(self._children):  # other threads may end some
             _kill(pid)
         self._channel.close()
         self._process.kill()

@@ -38,3 +38,4 @@ logging.disable(logging.NOTSET)
 # Otherwise garbage collection in a job would write to, and so copy, the memory of half a million objects.
 gc.collect()
 gc.freeze()
+gc.unfreeze = lambda: None  # called when a run ends

@@ -296,12 +296,6 @@ class TokenBatch:
         return Units.nested(sequence, episode, self.turns)
 
     @property
-    def in_time(self) -> Tensor:
-        """(M,) int64: indices of the sampled tokens, episode by episode, in the order of sampling."""
-        order = self.units.episode.order
-        return torch.arange(len(self.turns), device=self.turns.device) if order is None else order
-
-    @property
     def inputs(self) -> ModelInputs:
         """Input of a forward pass over these tokens."""
         listed = self.most_likely if self.teacher_top_k is None else self.teacher_top_k

@@ -30,8 +30,8 @@ _DISCOUNT = {"algorithm.gamma", "algorithm.gamma_per"}
 class AdvantageInputs(PartInputs):
     """Inputs of an advantage estimator: the E episodes of the whole batch, of which M tokens were sampled.
 
-    The tokens of an episode are in the order in which they were sampled; `units.sequence` has each run of
-    tokens of one sequence.
+    An episode's tokens are in the order of sampling as `units.episode` reads them (`padded`, `cumsum`,
+    `places`); the columns have another one where its turns alternate between sequences.
 
     Attributes:
         token_rewards: (M,) float32, rewards of turns at their last tokens and the rest of the score at an

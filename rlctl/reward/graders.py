@@ -49,7 +49,7 @@ _IS = (
 #: Patterns of an option, the most reliable first; the last match of a pattern is used. In order: an option
 #: named as the answer, an option that is chosen or called correct, an option that is mentioned ("option A is
 #: wrong" may follow the answer), a line that starts with an option, an option in brackets, only a letter.
-_OPTIONS = (
+_IN_WORDS = (
     re.compile(
         rf"(?:\\(?:boxed|fbox)(?:\s*\{{|\s++|(?=\\))|####+|<answer>"
         rf"|\b(?i:(?:answers?|antwort|choice|option|letter|solution|selection|correct)\b{_IS}|answers?\b)"
@@ -61,6 +61,8 @@ _OPTIONS = (
         r"|\b(?i:so|thus|hence|therefore|it's|it is),?\s++[*_(]*+([A-J])[*_). \t]*+(?:\n|$)"
     ),
     re.compile(rf"\b(?i:choice|option)\b{_LETTER}"),
+)
+_BY_PLACE = (
     re.compile(r"^[ \t*_(\[]*(?:([A-J])[ \t*_]*(?:[).:\]]|$)|([a-j])\))(?![^\n]*\([B-J]\))", re.MULTILINE),
     re.compile(rf"(?<!or )(?<!and )\(([A-J])\){_ONE}"),
     re.compile(r"^\W*([A-Ja-j])\W*$"),
@@ -78,7 +80,7 @@ _LIST = re.compile(
 def chosen_option(response: str) -> str | None:
     """The letter of the option that a response chooses; None when it names none."""
     text = asserted_part(own_part(response, evidence=_CAPITAL))
-    for pattern in _OPTIONS[:3] if _LIST.fullmatch(text) else _OPTIONS:  # these name one in words
+    for pattern in _IN_WORDS if _LIST.fullmatch(text) else (*_IN_WORDS, *_BY_PLACE):
         for match in reversed(list(pattern.finditer(text))):
             group = match.lastindex or 0
             before, after = sentence_around(text, match.start(group), match.end(group))

@@ -13,7 +13,7 @@ from torch import Tensor
 from rlctl.algos.estimators import AdvantageInputs, Estimate, estimate, score_norms
 from rlctl.algos.kl import KLController, kl_estimate
 from rlctl.algos.losses import clamped_exp
-from rlctl.algos.segments import Moments, Segments, Units, moments
+from rlctl.algos.segments import Moments, Segments, moments
 from rlctl.batch import TokenBatch, TokenLists
 from rlctl.engine.ranks import Ranks
 from rlctl.errors import RunFailure, known
@@ -50,9 +50,10 @@ def train_batch(spec: RunSpec, ranks: Ranks, graded: Graded, policy_version: int
         batch = replace(batch, prompt_weights=batch.prompt_weights * factors)
     baseline = None if graded.baseline is None else graded.baseline.scores[chosen].to(ranks.device)
     scores = graded.rewards.scores[chosen].to(ranks.device)
+    episodes = batch.units.episode
     batch = replace(
         batch,
-        rewards=batch.rewards + _at_last_token(scores - batch.units.episode.sum(batch.rewards), batch),
+        rewards=batch.rewards + _at_last_token(scores - episodes.sum(batch.rewards), episodes),
         baseline_scores=baseline,
         age=policy_version - batch.versions,
     )
@@ -72,12 +73,10 @@ def train_batch(spec: RunSpec, ranks: Ranks, graded: Graded, policy_version: int
     return deal(batch, ranks, spec.ppo_mini_batch_size, spec.engine.sequence_parallel)
 
 
-def _at_last_token(values: Tensor, batch: TokenBatch) -> Tensor:
-    """(M,): each episode's value (E,) at the token that was sampled last, 0.0 elsewhere."""
-    found, episodes = torch.zeros_like(batch.rewards), batch.units.episode
-    there = episodes.lengths > 0
-    found[batch.in_time[(episodes.starts + episodes.lengths - 1)[there]]] = values[there].float()
-    return found
+def _at_last_token(values: Tensor, episodes: Segments) -> Tensor:
+    """(M,) float32: each episode's value (E,) at the token that was sampled last, 0.0 elsewhere."""
+    is_last = episodes.places + 1 == episodes.spread(episodes.lengths)
+    return torch.where(is_last, episodes.spread(values), 0.0).float()
 
 
 def score_batch(run: Run, batch: TokenBatch, timer: StepTimer) -> TokenBatch:
@@ -258,25 +257,18 @@ def _whole_batch(batch: TokenBatch, ranks: Ranks) -> tuple[TokenBatch, Tensor]:
 def estimated(batch: TokenBatch, algorithm: AlgorithmSpec) -> Estimate:
     """Advantages (M,) by `algorithm.adv_estimator`, from a whole batch; raises as `with_advantages`."""
     part = ADVANTAGE_ESTIMATORS.part(algorithm.adv_estimator)
-    units, order = batch.units, batch.in_time
-    values, norms = (x if x is None else x[order] for x in (batch.values, batch.score_norms))
-    turn, sequence = (
-        Segments(torch.unique_consecutive(of.index[order], return_counts=True)[1])
-        for of in (units.turn, units.sequence)
-    )
     inputs = AdvantageInputs(
-        token_rewards=batch.rewards[order],
-        units=Units(turn, sequence, Segments(units.episode.lengths)),
+        token_rewards=batch.rewards,
+        units=batch.units,
         group_ids=batch.group_ids,
         gamma=algorithm.gamma,
         lam=algorithm.lam,
         divide_by_std=algorithm.norm_adv_by_std_in_grpo,
         gamma_per=algorithm.gamma_per,
-        values=values,
+        values=batch.values,
         baseline_scores=batch.baseline_scores,
-        score_norms=norms,
+        score_norms=batch.score_norms,
         sequence_weights=batch.sequence_weights,
         params=params_of(part, algorithm.adv_params),
     )
-    found, back = estimate(part.name, inputs), order.argsort()
-    return Estimate(found.advantages[back], None if found.returns is None else found.returns[back])
+    return estimate(part.name, inputs)

@@ -11,7 +11,7 @@ TORCH_CPU := torch==2.13.0+cpu
 # Every process that a test starts would compile rlctl again.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: help train train-llm test test-all test-fast test-llm test-lowest check types lint imports site docs setup setup-dev verl conformance contracts system bench mutants chaos gpu gpu-offline image clean
+.PHONY: help train train-llm test test-all test-fast test-llm test-lowest check types lint imports site site-version docs setup setup-dev verl conformance contracts system bench mutants chaos gpu gpu-offline image clean
 
 help:  ## Show this list
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | awk -F ':.*## ' '{printf "  make %-12s %s\n", $$1, $$2}'
@@ -32,7 +32,7 @@ train-llm: setup  ## Fetch a real language model (SmolLM2-135M), train it on sum
 	for step in 1 40; do $(BIN)/rlctl samples $$run --step $$step -n 4; done
 
 # The number of workers is the number of CI cores plus one, because a worker waits a third of its time.
-PYTEST := HF_HUB_OFFLINE=1 $(BIN)/python -m pytest -q -n 3 --dist loadfile --no-loadscope-reorder
+PYTEST := HF_HUB_OFFLINE=1 $(BIN)/python -m pytest -q -n 3 --max-worker-restart 0 --dist loadfile --no-loadscope-reorder
 PEERS := verl $(VENV)/.installed-peers $(VENV)/.installed-lm-eval system
 
 test: setup-dev $(PEERS) check  ## Set everything up; lint, types, import directions, and the tests (12 minutes)
@@ -49,10 +49,10 @@ test-llm: setup-dev  ## Every way to train on a real language model: many minute
 
 test-lowest:  ## The fast tests on the lowest versions of all dependencies (in .venv-lowest)
 	test -x .venv-lowest/bin/python || $(PYTHON) -m venv .venv-lowest
-	.venv-lowest/bin/python -m pip --disable-pip-version-check install -q -e . -c tests/lowest.txt \
+	.venv-lowest/bin/python -m pip --disable-pip-version-check install -q -e ".[train]" -c tests/lowest.txt \
 	  hypothesis packaging pytest pytest-timeout pytest-xdist
 	HF_HUB_OFFLINE=1 .venv-lowest/bin/python -m pytest -q -n 2 -m "not processes and not slow" \
-	  tests/unit/algos tests/unit/data tests/unit/engine tests/unit/reward tests/unit/rollout tests/unit/spec \
+	  tests/unit/algos tests/unit/data tests/unit/engine tests/unit/reward tests/unit/rollout tests/unit/run_spec \
 	  tests/unit/track tests/unit/train
 
 check: setup-dev  ## Format, lint, types, import directions and the documentation site only
@@ -70,6 +70,9 @@ imports:
 
 site:
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict --quiet
+
+site-version: setup-dev  ## Build the site of this version beside those of earlier ones, in build/versions, with a menu
+	SITE_VERSIONS=build/versions NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict --quiet
 
 docs: setup-dev  ## Show the documentation site at http://127.0.0.1:8000
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs serve
@@ -92,7 +95,7 @@ $(VENV)/.torch:
 	@touch $@
 
 $(VENV)/.installed: $(VENV)/.torch pyproject.toml
-	$(PIP) install -q -e .
+	$(PIP) install -q -e ".[train]"
 	@touch $@
 
 # Without a GPU the tests run vLLM's CPU build. It requires torchvision and torchaudio, whose default builds
@@ -146,16 +149,16 @@ system:  ## Install Chromium and Slurm for the tests, if possible without a prom
 	|| { test ! -d /run/systemd/system && get munge slurmctld slurmd slurm-client; } \
 	|| echo "no Slurm: the tests that start nodes by it will be skipped"
 
-bench: setup-dev  ## Compare speed and memory with verl and TRL (see docs/explanation/benchmarks.md)
+bench: setup-dev  ## Compare speed and memory with verl and TRL (see docs/evidence/benchmarks.md)
 	$(BIN)/python benchmarks/startup.py
 	$(BIN)/python benchmarks/correction.py
 	$(BIN)/python benchmarks/step.py
 
-mutants: setup-dev verl  ## Mutation tests of the mathematics (see docs/explanation/benchmarks.md)
+mutants: setup-dev verl  ## Mutation tests of the mathematics (see docs/evidence/benchmarks.md)
 	$(PIP) install -q -e ".[mutants]"
 	OMP_NUM_THREADS=1 HF_HUB_OFFLINE=1 nice $(BIN)/python benchmarks/mutants.py
 
-chaos: setup  ## Kill runs at KILLS random moments (50), resume them, compare bit for bit (see docs/explanation/benchmarks.md)
+chaos: setup  ## Kill runs at KILLS random moments (50), resume them, compare bit for bit (see docs/evidence/benchmarks.md)
 	OMP_NUM_THREADS=1 HF_HUB_OFFLINE=1 nice $(BIN)/python -m benchmarks.chaos --kills $(or $(KILLS),50)
 
 gpu: setup-dev  ## On a machine with a CUDA GPU: its tests, and the time of each phase of a step

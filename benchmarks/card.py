@@ -5,9 +5,9 @@
 Random weights with the dimensions of Qwen2.5: 32 prompts × 8 responses of up to 512 tokens, bf16, sequence IS
 in decoupled mode, which scores every batch once before training; the 7B size trains LoRA adapters. Every case
 runs in a separate process and prints rows of one Markdown table: per phase the measured median seconds, the
-dry run's estimate for this machine (`rlctl/spec/placement.py`), and measured / estimated; the same for tokens
-per second and peak GPU memory; and the correction's share of the step. A ratio far above the other ratios
-indicates a fault, not just a slow phase. Engines that are not installed are omitted.
+dry run's estimate for this machine (`rlctl/run_spec/placement.py`), and measured / estimated; the same for
+tokens per second and peak GPU memory; and the correction's share of the step. A ratio far above the other
+ratios indicates a fault, not just a slow phase. Engines that are not installed are omitted.
 
 Without a CUDA GPU only `--sizes tiny` runs, which tests the script itself.
 """
@@ -53,7 +53,7 @@ def write_model(size: str, where: Path) -> None:
     import torch
     from transformers import AutoModelForCausalLM, Qwen2Config
 
-    from rlctl.spec.model import RECIPE
+    from rlctl.run_spec.model import RECIPE
     from rlctl.tiny.model import build_tokenizer
 
     layers, hidden, inner, heads, kv_heads, vocabulary, tied = SHAPES[size]
@@ -131,9 +131,9 @@ def compared(phases: dict[str, float], estimated: dict[str, float]) -> list[Row]
 
 def estimate(spec: Any, machine: Any) -> tuple[dict[str, float], float, float]:
     """Estimated seconds per phase, tokens per step, and peak memory of a GPU in GiB."""
-    from rlctl.spec.memory import Phase
-    from rlctl.spec.model_size import model_size
-    from rlctl.spec.placement import Placement
+    from rlctl.run_spec.memory import Phase
+    from rlctl.run_spec.model_size import model_size
+    from rlctl.run_spec.placement import Placement
 
     plan = Placement(spec, model_size(spec.model), machine)
     sampling: list[Phase] = [] if spec.engine_sleeps else ["generation"]  # it is not in the measured peak
@@ -154,8 +154,8 @@ def measure(size: str, engine: str, steps: int, more: list[str]) -> list[Row]:
     import torch
 
     from benchmarks.step import run_rlctl
-    from rlctl.spec.load import load_spec
-    from rlctl.spec.machine import machine_of
+    from rlctl.run_spec.load import load_spec
+    from rlctl.run_spec.machine import machine_of
 
     with tempfile.TemporaryDirectory() as name:
         where = Path(name)

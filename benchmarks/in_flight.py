@@ -36,7 +36,7 @@ from rlctl.model_files import model_directory
 from rlctl.rollout.build_vllm import replica_settings
 from rlctl.rollout.replicas import Replicas
 from rlctl.rollout.server_access import KEY
-from rlctl.spec.load import load_spec
+from rlctl.run_spec.load import load_spec
 from rlctl.tiny.game import embedded_task
 
 HERE, PRESET = Path(__file__).parent, "rloo-seq-is"

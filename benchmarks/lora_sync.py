@@ -62,7 +62,7 @@ def policy_model() -> Any:
     import torch
     from transformers import AutoModelForCausalLM
 
-    from rlctl.spec.model_size import Shape
+    from rlctl.run_spec.model_size import Shape
     from tests.models import config_of
 
     shape = Shape(layers=18, hidden=512, inner=1536, heads=8, kv_heads=2, head_dim=64, vocab=8192)
@@ -75,14 +75,15 @@ def measure(precision: str, max_lora_rank: int, syncs: int) -> dict[str, Any]:
     """Measures one case in this process; with `max_lora_rank` 0, merged weights are sent."""
     import torch
 
-    from rlctl.batch import ModelInputs, Sequence
+    from rlctl.batch import ModelInputs, TokenSequence
     from rlctl.engine.deepspeed import DeepSpeedEngine
     from rlctl.engine.lora import BasePolicy, adapter_parameters, add_lora
     from rlctl.engine.ranks import join_ranks, leave_ranks
     from rlctl.rollout.completions import vllm_options
-    from rlctl.rollout.protocol import ExpectedWeights, Request, Sampling
+    from rlctl.rollout.expected_weights import ExpectedWeights
+    from rlctl.rollout.protocol import Request, Sampling
     from rlctl.rollout.vllm import VLLMRollout
-    from rlctl.spec.model import ALL_LINEAR, RECIPE
+    from rlctl.run_spec.model import ALL_LINEAR, RECIPE
     from rlctl.tiny.model import build_tokenizer
 
     ranks, dtype = join_ranks(), {"fp32": torch.float32, "bf16": torch.bfloat16}[precision]
@@ -112,7 +113,7 @@ def measure(precision: str, max_lora_rank: int, syncs: int) -> dict[str, Any]:
     prompts = torch.randint(2, 8192, (PROMPTS, PROMPT_TOKENS)).tolist()
     requests = [Request(prompts[i // SAMPLES], seed=i) for i in range(PROMPTS * SAMPLES)]
     turns = rollout.sample(requests, sampling)
-    sequences = [Sequence.of_turn(r.token_ids, turn) for r, turn in zip(requests, turns, strict=True)]
+    sequences = [TokenSequence.of_turn(r.token_ids, turn) for r, turn in zip(requests, turns, strict=True)]
     inputs = ModelInputs(
         torch.cat([sequence.token_ids for sequence in sequences]).to(ranks.device),
         torch.cat([sequence.sampled for sequence in sequences]).to(ranks.device),

@@ -35,9 +35,9 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).parent.parent))
 
 from benchmarks.step import memory
-from rlctl.spec.load import load_spec
-from rlctl.spec.memory import MemoryPart, memory_parts, memory_total
-from rlctl.spec.model_size import ModelSize, Shape
+from rlctl.run_spec.load import load_spec
+from rlctl.run_spec.memory import MemoryPart, memory_parts, memory_total
+from rlctl.run_spec.model_size import ModelSize, Shape
 
 
 @dataclass(frozen=True)
@@ -245,8 +245,8 @@ def compare(case: Case) -> dict[str, Any]:
 def whole_run(name: str, overrides: list[str]) -> str:
     """Compares the peak resident memory of two steps, without that of the imports, with the estimate."""
     from benchmarks.runs import PRELOADED
-    from rlctl.spec.load import dump_spec
-    from rlctl.spec.model_size import model_size
+    from rlctl.run_spec.load import dump_spec
+    from rlctl.run_spec.model_size import model_size
     from rlctl.train.start import run_rank
 
     for module in PRELOADED:
@@ -314,7 +314,7 @@ def loading(
 
 def loadings() -> None:
     """Prints the table of `--loading`."""
-    from rlctl.spec.model import RECIPE
+    from rlctl.run_spec.model import RECIPE
     from rlctl.tiny.model import build_tokenizer
     from tests.processes import on_ranks_each
 

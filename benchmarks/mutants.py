@@ -82,13 +82,18 @@ MODULES = {
         "tests/properties/test_correction_exactness.py",
         "tests/unit/train/test_update_critic.py",
     ],
-    "rlctl.algos.rules": ["tests/unit/spec/test_spec_resolve.py", *CORRECTION[:2], f"{ALGOS}/test_losses.py"],
+    "rlctl.algos.rules": [
+        "tests/unit/run_spec/test_spec_resolve.py",
+        *CORRECTION[:2],
+        f"{ALGOS}/test_losses.py",
+    ],
     "rlctl.train.score_batch": [
         "tests/unit/train/test_score_batch.py",
         "tests/unit/train/test_micro_batches.py",
         "tests/unit/train/test_schedule_and_prepare.py",
     ],
     "rlctl.train.update": UPDATE,
+    "rlctl.train.mini_batch": UPDATE,
     "rlctl.train.deal": ["tests/unit/train/test_deal.py"],
     "rlctl.train.objective": UPDATE,
 }

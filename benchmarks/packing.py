@@ -27,7 +27,7 @@ sys.path.insert(0, str(Path(__file__).parent.parent))
 from rlctl.batch import TokenBatch
 from rlctl.engine.deepspeed import DeepSpeedEngine
 from rlctl.engine.ranks import join_ranks, leave_ranks
-from rlctl.spec.load import load_spec
+from rlctl.run_spec.load import load_spec
 from rlctl.train.deal import micro_batches
 from rlctl.train.settings import UpdateSettings
 from rlctl.train.update import update

@@ -26,8 +26,7 @@ from typing import Any
 import torch
 
 sys.path.insert(0, str(Path(__file__).parent.parent))
-from rlctl.batch import Episode, Task, TokenBatch, Turn
-from rlctl.batch import Sequence as TokenSequence
+from rlctl.batch import Episode, Task, TokenBatch, TokenSequence, Turn
 from rlctl.engine.log_probs import PolicyModule
 from rlctl.engine.model import load_policy
 from rlctl.errors import one_line
@@ -128,7 +127,7 @@ def gap_of(path: Path, turns: list[Turn], dtype: str) -> Gap:
 
     live = torch.stack(list(gaps(replace(batch.inputs, experts=None))))
     found = float(live.max()), float(live.mean()), float(batch.rollout_log_probs.mean())
-    if batch.experts is None:
+    if "experts" not in batch.columns:
         return Gap(*found)
     replayed = torch.stack(list(gaps(batch.inputs)))
     return Gap(*found, float(replayed.max()), float(replayed.mean()))

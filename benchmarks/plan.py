@@ -29,7 +29,7 @@ from pydantic import BaseModel
 from benchmarks.intervals import mean_interval
 from benchmarks.runs import fork_server
 from rlctl.registry import ROLLOUT_ENGINES
-from rlctl.spec.rollout import EngineCapabilities
+from rlctl.run_spec.rollout import EngineCapabilities
 
 #: Seconds per token of the longest response, and per token of the batch.
 CASES = {"slow sampling": (0.3, 0.002), "slow training": (0.05, 0.0005)}
@@ -127,7 +127,7 @@ def _run(overrides: tuple[str, ...], where: Path) -> None:
 
     from rlctl.diagnose.plan import NEEDED, plan
     from rlctl.diagnose.readers.detect import read_run
-    from rlctl.spec.load import dump_spec, load_spec
+    from rlctl.run_spec.load import dump_spec, load_spec
     from rlctl.train.start import run_rank
 
     torch.set_num_threads(1)

@@ -27,8 +27,8 @@ from rlctl.diagnose.readers.detect import read_run
 from rlctl.diagnose.rule import Diagnosis, examine, metrics_read
 from rlctl.diagnose.spec_patch import propose_patch
 from rlctl.errors import RlctlError
-from rlctl.spec.load import RUN_SPEC_FILE, dump_spec, load_spec
-from rlctl.spec.run_spec import RunSpec
+from rlctl.run_spec.load import RUN_SPEC_FILE, dump_spec, load_spec
+from rlctl.run_spec.run_spec import RunSpec
 
 RC = "algorithm.rollout_correction."
 #: A short run of the preset: it learns from a mean reward of 0.3 to 0.9.

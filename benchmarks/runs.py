@@ -180,7 +180,7 @@ def _train(job: Job, run_dir: Path) -> None:
     import torch
 
     from rlctl.errors import RlctlError
-    from rlctl.spec.load import dump_spec, load_spec
+    from rlctl.run_spec.load import dump_spec, load_spec
     from rlctl.train.start import run_rank
 
     torch.set_num_threads(1)

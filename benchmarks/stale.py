@@ -17,8 +17,8 @@ sys.path.insert(0, str(Path(__file__).parents[1]))
 
 from benchmarks.intervals import mean_interval
 from benchmarks.learning import seeds_of
-from benchmarks.off_policy import final_reward
 from benchmarks.runs import Job, Outcome, run_all
+from benchmarks.studies.off_policy import final_reward
 
 PRESET = "stale-token-is"
 CORRECTIONS = {"token IS": (), "none": ("algorithm.rollout_correction.rollout_is=null",)}

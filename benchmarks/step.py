@@ -96,7 +96,7 @@ def run_rlctl(
 ) -> dict[str, Any]:
     """Trains and measures; `correction` also measures the seconds per step spent in the correction."""
     from rlctl.engine.ranks import join_ranks, leave_ranks
-    from rlctl.spec.load import load_spec
+    from rlctl.run_spec.load import load_spec
     from rlctl.track.console import Startup
     from rlctl.train.loop import train
     from rlctl.train.setup import build
@@ -135,7 +135,7 @@ def time_correction() -> list[float]:
     import torch
 
     from rlctl.engine.ranks import Ranks
-    from rlctl.train import update
+    from rlctl.train import mini_batch, update
 
     spent: list[float] = []
     # A GPU continues to compute after a call has returned.
@@ -152,7 +152,8 @@ def time_correction() -> list[float]:
 
         return call
 
-    for name in ("correct", "correction_metrics", "normalized", "normalization_factor"):
+    mini_batch.correct = timed(mini_batch.correct)
+    for name in ("correction_metrics", "normalized", "normalization_factor"):
         setattr(update, name, timed(getattr(update, name)))
     Ranks.all_reduce = timed(Ranks.all_reduce)  # type: ignore[method-assign]  # the loss's own sums are counted too
     return spent
@@ -237,7 +238,7 @@ def describe_job(where: Path, is_llm: bool, *, is_learning: bool = False, seed: 
     import pyarrow.parquet as pq
 
     from rlctl.model_files import model_directory
-    from rlctl.spec.load import load_spec
+    from rlctl.run_spec.load import load_spec
     from rlctl.tiny.embedded import ensure_embedded
 
     overrides = ["actor.lr_scheduler_type=constant", "actor.lr_warmup_steps=0", f"trainer.seed={seed}"]
@@ -381,7 +382,7 @@ def larger_model(where: Path) -> list[str]:
     import torch
     from transformers import LlamaConfig, LlamaForCausalLM
 
-    from rlctl.spec.model import RECIPE
+    from rlctl.run_spec.model import RECIPE
     from rlctl.tiny.embedded import ensure_embedded
     from rlctl.tiny.model import build_tokenizer
 

@@ -23,7 +23,7 @@ sys.path.insert(0, str(Path(__file__).parents[1]))
 from benchmarks.learning import seeds_of
 from rlctl.algos.correction import correct
 from rlctl.algos.segments import Units
-from rlctl.spec.algorithm import RolloutCorrectionSpec
+from rlctl.run_spec.algorithm import RolloutCorrectionSpec
 from rlctl.what_if.dumps import Step
 from rlctl.what_if.replay import replay
 from rlctl.what_if.settings import Setting, grid

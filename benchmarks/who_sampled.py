@@ -115,7 +115,7 @@ def _run(overrides: tuple[str, ...], change: dict[str, int], where: Path) -> Non
 
     from rlctl.mismatch.who_sampled import who_sampled
     from rlctl.rollout.hf import HFRollout
-    from rlctl.spec.load import dump_spec, load_spec
+    from rlctl.run_spec.load import dump_spec, load_spec
     from rlctl.tiny.game import embedded_task
     from rlctl.train.start import run_rank
 

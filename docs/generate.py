@@ -80,7 +80,7 @@ def _table(columns: str, rows: Iterable[Iterable[str]]) -> str:
 
 
 def _spec_keys() -> str:
-    from rlctl.spec.key_table import key_rows
+    from rlctl.run_spec.key_table import key_rows
 
     return _table(
         "key | type | default | meaning",
@@ -140,7 +140,7 @@ def _api() -> str:
     import rlctl
     from rlctl.api import CorrectOptions, EvaluateOptions
     from rlctl.evaluate.request import EvaluateRequest
-    from rlctl.spec.algorithm import RolloutCorrectionSpec
+    from rlctl.run_spec.algorithm import RolloutCorrectionSpec
 
     defaults = {
         "evaluate": (EvaluateOptions, {field.name: field.default for field in fields(EvaluateRequest)}),
@@ -325,7 +325,7 @@ def _import_keys(framework: str) -> str:
     one = table(framework)
     rows = []
     for key, rule in one.keys.items():
-        targets = [target for target in (rule.to, *one.read_by.get(key, [])) if target]
+        targets = dict.fromkeys(target for target in (rule.to, *one.read_by.get(key, [])) if target)
         said = rule.differs
         differs = said if isinstance(said, str) else "; ".join(f"{k}: {v}" for k, v in said.items() if v)
         becomes = ", ".join(f"`{target}`" for target in targets)
@@ -356,9 +356,10 @@ TABLES: dict[str, Callable[[], str]] = {
             ("rlctl.algos.losses", "LossInputs"),
             ("rlctl.algos.estimators", "AdvantageInputs"),
             ("rlctl.algos.correction", "LogRatio"),
+            ("rlctl.train.terms", "KeptTokens"),
             *(("rlctl.rollout.protocol", name) for name in ("EngineContext", "Request", "Sampling")),
             ("rlctl.batch", "Turn"),
-            ("rlctl.spec.rollout", "EngineCapabilities"),
+            ("rlctl.run_spec.rollout", "EngineCapabilities"),
             ("rlctl.track.sink", "SinkInputs"),
             ("rlctl.diagnose.rule", "Rule"),
             ("rlctl.diagnose.table", "RunLog"),

@@ -12,8 +12,7 @@ from __future__ import annotations
 from pydantic import BaseModel, Field
 from torch import Tensor
 
-from rlctl.algos.correction import LogRatio
-from rlctl.registry import CORRECTION_WEIGHTS, REJECTION_CRITERIA
+from rlctl.parts import CORRECTION_WEIGHTS, REJECTION_CRITERIA, LogRatio
 
 
 class Tempered(BaseModel, extra="forbid"):

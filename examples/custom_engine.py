@@ -13,10 +13,16 @@ from itertools import groupby
 import torch
 from pydantic import BaseModel, Field
 
-from rlctl.batch import Turn
-from rlctl.registry import ROLLOUT_ENGINES
-from rlctl.rollout.engines import EngineCapabilities, EngineContext
-from rlctl.rollout.protocol import Policy, Request, Sampling, synced
+from rlctl.parts import (
+    ROLLOUT_ENGINES,
+    EngineCapabilities,
+    EngineContext,
+    Policy,
+    Request,
+    Sampling,
+    Turn,
+    synced,
+)
 
 
 class Options(BaseModel, extra="forbid"):

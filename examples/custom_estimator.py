@@ -8,8 +8,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from rlctl.algos.estimators import AdvantageInputs
-from rlctl.registry import ADVANTAGE_ESTIMATORS
+from rlctl.parts import ADVANTAGE_ESTIMATORS, AdvantageInputs
 
 
 @ADVANTAGE_ESTIMATORS.register(

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from pydantic import BaseModel, Field
 
-from rlctl.registry import GRADERS
+from rlctl.parts import GRADERS
 
 
 class Brevity(BaseModel, extra="forbid"):

@@ -2,8 +2,7 @@
 
 from torch import Tensor
 
-from rlctl.algos.segments import Segments
-from rlctl.registry import KL_ESTIMATORS
+from rlctl.parts import KL_ESTIMATORS, Segments
 
 
 @KL_ESTIMATORS.register(label="Half squared log-ratio", formula="½ (log π_θ − log π_ref)²")

@@ -9,9 +9,7 @@ from __future__ import annotations
 
 from pydantic import BaseModel, Field
 
-from rlctl.algos.losses import LossInputs, TokenLoss
-from rlctl.algos.rules import LossRule
-from rlctl.registry import POLICY_LOSSES
+from rlctl.parts import POLICY_LOSSES, LossInputs, LossRule, TokenLoss
 
 
 class SoftPPO(BaseModel, extra="forbid"):

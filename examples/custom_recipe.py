@@ -8,10 +8,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from rlctl.data.records import RowError
-from rlctl.data.schema import Message, Row
-from rlctl.prepare.recipes import Layout
-from rlctl.registry import DATA_RECIPES
+from rlctl.parts import DATA_RECIPES, Layout, Message, Row, RowError
 
 
 def read(values: Mapping[str, Any], prompt_key: str, answer_key: str) -> Row:

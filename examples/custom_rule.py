@@ -5,10 +5,7 @@ rlctl diagnose RUN --rules examples/custom_rule.py:short_answers
 
 import numpy as np
 
-from rlctl.diagnose.finding import Evidence
-from rlctl.diagnose.fixes import by_hand
-from rlctl.diagnose.rule import Detection, Rule
-from rlctl.diagnose.table import RunLog
+from rlctl.parts import Detection, Evidence, Rule, RunLog, by_hand
 
 LEAST = 20.0
 

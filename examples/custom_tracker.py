@@ -2,7 +2,7 @@
 
 from collections.abc import Mapping
 
-from rlctl.track.sink import SinkInputs
+from rlctl.parts import SinkInputs
 
 
 class Lines:

@@ -13,12 +13,15 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from rlctl.batch import ModelInputs
-from rlctl.engine.engines import TrainContext
-from rlctl.engine.log_probs import PolicyModule
-from rlctl.engine.protocol import PolicyOutput, StepResult
-from rlctl.errors import UsageError
-from rlctl.registry import TRAINING_ENGINES
+from rlctl.parts import (
+    TRAINING_ENGINES,
+    ModelInputs,
+    PolicyModule,
+    PolicyOutput,
+    StepResult,
+    TrainContext,
+    UsageError,
+)
 
 
 class PlainAdamW:

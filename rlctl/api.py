@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from rlctl.algos.segments import Units
     from rlctl.diagnose.rule import Diagnosis
     from rlctl.prepare.recipes import Recipe
-    from rlctl.spec.run_spec import RunSpec
+    from rlctl.run_spec.run_spec import RunSpec
 
 _log = logging.getLogger("rlctl")
 
@@ -56,11 +56,11 @@ def load_spec(
     Warns:
         UserWarning: problems that do not stop a run.
     """
-    from rlctl.spec import load
+    from rlctl.run_spec import load
 
     if not isinstance(values or {}, Mapping):
-        what = f"values is a {type(values).__name__}"
-        raise UsageError(what, fix='give a mapping of dotted keys, {"actor.lr": 1e-6}')
+        message = f"values is a {type(values).__name__}"
+        raise UsageError(message, fix='give a mapping of dotted keys, {"actor.lr": 1e-6}')
     names, files = _listed(presets), _listed(files)
     loaded = load.load_spec([str(name) for name in names], [Path(file) for file in files], values or {})
     for problem in loaded.warnings:
@@ -72,6 +72,7 @@ def train(
     spec: RunSpec,
     *,
     resume: str | Path | RunRecord | None = None,
+    trust: bool = False,
     callbacks: Callback | Sequence[Callback] = (),
 ) -> RunRecord:
     """Train and return the run's record; a single rank runs in this process.
@@ -84,6 +85,7 @@ def train(
     Args:
         spec: the run, from `load_spec`.
         resume: a run directory to continue from its last checkpoint, or its record.
+        trust: with `resume`, run the code that the directory names, also if no run of yours wrote it.
         callbacks: called on rank 0 after each step; an exception ends the run. With `trainer.test_freq` they
             are first called with step 0 and the metrics of the validation, `val/*`.
 
@@ -94,13 +96,19 @@ def train(
             second signal nothing is saved.
     """
     from rlctl.engine.launch import refuse_in_import, under_torchrun
-    from rlctl.spec import load
-    from rlctl.spec.run_spec import RunSpec
+    from rlctl.run_spec import load
+    from rlctl.run_spec.run_spec import RunSpec
     from rlctl.train.start import start_run
 
     refuse_in_import()
     if not isinstance(spec, RunSpec):
         raise UsageError(f"spec is a {type(spec).__name__}", fix="give what load_spec returns")
+    run_dir = None if resume is None else _path_of(resume, "resume")
+    if run_dir is not None and (run_dir / load.RUN_SPEC_FILE).is_file():
+        from rlctl.track.trust import require_permission_of_run
+
+        accepts = spec.trainer.accept_changed_inputs
+        require_permission_of_run(run_dir, trust=trust, accepts_changes=accepts)
     spec = load.load_spec(overrides=spec.model_dump(mode="json")).spec  # `model_copy` checks nothing
     callbacks = _checked_callbacks(callbacks)
     if callbacks and spec.world_size > 1 and not under_torchrun():
@@ -112,7 +120,7 @@ def train(
     with _names_of_arguments():
         path, exit_code = start_run(
             spec,
-            resume=None if resume is None else _path_of(resume, "resume"),
+            resume=run_dir,
             note=_log.info,
             callbacks=callbacks,
             on_second_signal=_interrupt,
@@ -137,19 +145,17 @@ def _checked_callbacks(callbacks: Callback | Sequence[Callback]) -> list[Callbac
         if inspect.iscoroutinefunction(callback):
             raise UsageError("a callback cannot be an async function", where="callbacks", fix="write `def`")
         if problem := call_problem(callback, 1, {}):
-            what = f"a callback is called with (step, metrics): {problem}"
-            raise UsageError(what, where="callbacks", fix=fix)
+            message = f"a callback is called with (step, metrics): {problem}"
+            raise UsageError(message, where="callbacks", fix=fix)
     return found
 
 
-def _path_of(given: str | Path | RunRecord, name: str) -> Path:
-    if isinstance(given, RunRecord):
-        return given.path
-    if not isinstance(given, str | Path):
-        raise UsageError(
-            f"is a {type(given).__name__}", where=name, fix="give a path, or the record of a run"
-        )
-    return Path(given).expanduser()
+def _path_of(run: str | Path | RunRecord, name: str) -> Path:
+    if isinstance(run, RunRecord):
+        return run.path
+    if not isinstance(run, str | Path):
+        raise UsageError(f"is a {type(run).__name__}", where=name, fix="give a path, or the record of a run")
+    return Path(run).expanduser()
 
 
 #: Options whose name on the command line is not that of the argument.
@@ -191,6 +197,7 @@ class EvaluateOptions(TypedDict, total=False):
     """Options of `evaluate`: the fields of `rlctl.evaluate.request.EvaluateRequest`, with its defaults."""
 
     columns: Recipe
+    chat_template_kwargs: dict[str, Any] | None
     continue_final_message: bool
     benchmarks_dir: Path | None
     n: int
@@ -202,10 +209,12 @@ class EvaluateOptions(TypedDict, total=False):
     seed: int
     reward: str | None
     environment: str | None
+    step: int | str | None
     engine: str | None
     fresh: bool
     out: Path | None
     batch_size: int
+    trust: bool
 
 
 def evaluate(
@@ -276,8 +285,8 @@ def _checked(kind: Any, value: object, *name: str) -> Any:
     try:
         return TypeAdapter(kind).validate_python(value, strict=bool(name))
     except ValidationError as error:
-        found = error.errors()[0]
-        raise UsageError(in_words(found), where=".".join(map(str, (*name, *found["loc"])))) from None
+        first = error.errors()[0]
+        raise UsageError(in_words(first), where=".".join(map(str, (*name, *first["loc"])))) from None
 
 
 def grade(
@@ -320,7 +329,7 @@ def grade(
     from rlctl.registry import GRADERS
     from rlctl.reward.pool import GradingPool, is_scorer
     from rlctl.reward.protocol import Failure, Sample, Scorer
-    from rlctl.spec.rollout import RewardSpec
+    from rlctl.run_spec.rollout import RewardSpec
 
     def checked_list(kind: Any, some: Any, name: str) -> Any:
         is_many = isinstance(some, Iterable) and not isinstance(some, str)
@@ -333,13 +342,13 @@ def grade(
     params = _checked(dict[str, JsonValue], params or {}, "params")
     _checked(Annotated[float, Field(gt=0, allow_inf_nan=False)] | None, deadline_s, "deadline_s")
     if grader == "model":
-        what = "this grader needs settings of a run"
+        message = "this grader needs settings of a run"
         fix = "name another one, such as maths; `rlctl reward SPEC --data FILE` reads a spec's settings"
-        raise UsageError(what, where=grader, fix=fix)
+        raise UsageError(message, where=grader, fix=fix)
     if not len(texts) == len(truths) == len(others):
         given = "" if rows is None else f" and {len(others)} rows"
-        what = f"{len(texts)} responses and {len(truths)} ground truths{given}"
-        raise UsageError(what, fix="give one of each for every response")
+        message = f"{len(texts)} responses and {len(truths)} ground truths{given}"
+        raise UsageError(message, fix="give one of each for every response")
     try:
         samples = [Sample(text, truth, **row) for text, truth, row in zip(texts, truths, others, strict=True)]
     except TypeError as error:
@@ -359,8 +368,8 @@ def grade(
         scorer.close()
     failures = [one for one in graded if isinstance(one, Failure) and one.score is None]
     if failures:
-        what = f"{len(failures)} of {len(graded)} responses could not be graded; the first one"
-        warnings.warn(f"{what}: {failures[0].text}", stacklevel=2)
+        message = f"{len(failures)} of {len(graded)} responses could not be graded; the first one"
+        warnings.warn(f"{message}: {failures[0].text}", stacklevel=2)
     return [one.score if isinstance(one, Failure) else one for one in graded]
 
 
@@ -452,23 +461,25 @@ def correct(
     from rlctl.engine.ranks import current_ranks
 
     rules = _correction_rules(options)
-    given = {"log_probs": log_probs, "rollout_log_probs": rollout_log_probs}
+    required = {"log_probs": log_probs, "rollout_log_probs": rollout_log_probs}
     extra = {"response_mask": response_mask, "lengths": lengths, "turns": turns, "episodes": episodes}
-    for name, value in {**given, **extra, "advantages": advantages, "age": age}.items():
-        if not hasattr(value, "detach") and (value is not None or name in given):
+    for name, value in {**required, **extra, "advantages": advantages, "age": age}.items():
+        if not hasattr(value, "detach") and (value is not None or name in required):
             raise UsageError(f"is a {type(value).__name__}", where=name, fix="give a torch tensor")
     if (response_mask is None) == (lengths is None):
-        what = "neither a mask nor lengths are given" if lengths is None else "a mask and lengths are given"
+        message = (
+            "neither a mask nor lengths are given" if lengths is None else "a mask and lengths are given"
+        )
         fix = "give response_mask with (B, T) log-probs, lengths with (M,) log-probs"
-        raise UsageError(what, where="response_mask", fix=fix)
+        raise UsageError(message, where="response_mask", fix=fix)
     ranks = current_ranks(log_probs.device)
     with failing_together(ranks.first):
-        batch = _Flat.of(given, extra)
-        both = [batch.column(x.detach()) for x in given.values()]
+        batch = _Flat.of(required, extra)
+        both = [batch.column(x.detach()) for x in required.values()]
         signs = None if advantages is None else batch.column(batch.checked("advantages", advantages)).float()
         ages = None if age is None else batch.per_token(batch.checked("age", age, per_response=True))
         result = correction.correct(both[0], both[1], batch.units, rules, advantages=signs, age=ages)
-        for name, values in zip(given, both, strict=True):
+        for name, values in zip(required, both, strict=True):
             if (values[values.isfinite()] > _MAX_LOG_PROB).any():
                 raise ValueError(f"{name} are above 0: give log-probs in nats, not probabilities")
         if signs is not None and not signs.isfinite().all():
@@ -478,8 +489,8 @@ def correct(
     if parts := correction.parts_with_nan(sums, rules):
         raise RunFailure(f"{' or '.join(parts)} returned NaN")
     if num_bad := int(sums["sequences"] - sums["finite_sequences"]):
-        what = f"{num_bad} of {int(sums['sequences'])} sequences have NaN or infinite log-probs"
-        warnings.warn(f"{what}: all their tokens are rejected", stacklevel=2)
+        message = f"{num_bad} of {int(sums['sequences'])} sequences have NaN or infinite log-probs"
+        warnings.warn(f"{message}: all their tokens are rejected", stacklevel=2)
     factor = correction.normalization_factor(sums, rules)
     weights = result.weights / factor
     metrics = correction.correction_metrics(correction.normalized(sums, factor, rules), rules)
@@ -489,22 +500,22 @@ def correct(
 def _correction_rules(options: CorrectOptions) -> CorrectionRules:
     from pydantic import ValidationError
 
-    from rlctl.spec.algorithm import READ_WITH, RolloutCorrectionSpec
-    from rlctl.spec.keys import did_you_mean
-    from rlctl.spec.resolve import correction_rules
+    from rlctl.run_spec.algorithm import READ_WITH, RolloutCorrectionSpec
+    from rlctl.run_spec.keys import did_you_mean
+    from rlctl.run_spec.resolve import correction_rules
 
     try:
         spec = RolloutCorrectionSpec(**({"rollout_is": "sequence"} | options))
     except ValidationError as error:
-        found, names = error.errors()[0], list(CorrectOptions.__annotations__)
-        where = ".".join(map(str, found["loc"]))
-        is_unknown = found["type"] == "extra_forbidden"
+        first, names = error.errors()[0], list(CorrectOptions.__annotations__)
+        where = ".".join(map(str, first["loc"]))
+        is_unknown = first["type"] == "extra_forbidden"
         fix = (
             did_you_mean(where, names, f"one of {', '.join(names)}")
             if is_unknown
-            else found.get("ctx", {}).get("fix")
+            else first.get("ctx", {}).get("fix")
         )
-        raise UsageError(in_words(found), where=where, fix=fix) from None
+        raise UsageError(in_words(first), where=where, fix=fix) from None
     others = spec.model_fields_set.difference(CorrectOptions.__annotations__)
     without_effect = dict.fromkeys(others, ("has no effect on weights and rejection", "leave it out"))
     for switch, keys in READ_WITH.items():
@@ -525,7 +536,7 @@ class _Flat:
     units: Units
 
     @classmethod
-    def of(cls, given: Mapping[str, Tensor], extra: Mapping[str, Tensor | None]) -> _Flat:
+    def of(cls, required: Mapping[str, Tensor], extra: Mapping[str, Tensor | None]) -> _Flat:
         """From what `correct` is given.
 
         Raises:
@@ -536,12 +547,12 @@ class _Flat:
         from rlctl.algos.segments import Segments, Units
 
         mask, lengths, turns, episodes = extra.values()
-        together = {**given} if mask is None else {**given, "response_mask": mask}
+        together = {**required} if mask is None else {**required, "response_mask": mask}
         for what, of in (("shapes", lambda x: tuple(x.shape)), ("devices", lambda x: x.device)):
             if len({of(x) for x in together.values()}) > 1:
                 each = ", ".join(f"{name} {of(x)}" for name, x in together.items())
                 raise ValueError(f"{what} differ: {each}")
-        log_probs, kind = given["log_probs"], "(B, T)" if lengths is None else "(M,)"
+        log_probs, kind = required["log_probs"], "(B, T)" if lengths is None else "(M,)"
         shape = tuple(log_probs.shape)
         if len(shape) != (2 if lengths is None else 1):
             raise ValueError(f"log-probs must be {kind}, not of shape {shape}")
@@ -594,11 +605,11 @@ class _Flat:
         return column.new_zeros(self.shape).masked_scatter(self.mask, column)
 
 
-def _listed(given: str | Path | Sequence[str | Path]) -> list[str | Path]:
-    if isinstance(given, str | Path):
-        return [given]
-    if isinstance(given, Sequence) and all(isinstance(name, str | Path) for name in given):
-        return list(given)
+def _listed(paths: str | Path | Sequence[str | Path]) -> list[str | Path]:
+    if isinstance(paths, str | Path):
+        return [paths]
+    if isinstance(paths, Sequence) and all(isinstance(name, str | Path) for name in paths):
+        return list(paths)
     raise UsageError(
-        f"{given!r} is no name and no list of names", fix="give a str, a Path, or a list of them"
+        f"{paths!r} is no name and no list of names", fix="give a str, a Path, or a list of them"
     )

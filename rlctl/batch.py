@@ -1,4 +1,4 @@
-"""The records of a step, in order of computation: Task → Turn → Sequence → Episode → Group → TokenBatch.
+"""The records of a step, in order of computation: Task → Turn → TokenSequence → Episode → TokenBatch.
 
 Letters: E episodes of S sequences have N tokens, of which M were sampled by the policy. All that is computed
 is a column of the M sampled tokens, in order: whatever was not sampled (prompt, output of a tool) is read by
@@ -7,17 +7,19 @@ attention only. Log-probs are nats in float32 at the sampling temperature, of th
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from collections.abc import Sequence as Many
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
 from functools import cached_property
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal, TypeAlias
 
 from rlctl.algos.segments import Segments, Units
 from rlctl.lazy import torch
 
 if TYPE_CHECKING:
     from torch import Tensor
+
+#: What a column has one entry of.
+Level = Literal["token", "sampled", "sequence", "episode"]
 
 #: Why a sampler ends a turn: an end-of-sequence token, the length limit, or a fault of the engine.
 FINISH_REASONS = ("stop", "length", "abort")
@@ -57,8 +59,31 @@ class TokenLists:
         lists = Segments(self.counts.long())
         return (self.counts > 0) & ~lists.any(self.ids == lists.spread(tokens))
 
+    def between(self, start: int, end: int) -> TokenLists:
+        """The lists from one place up to another one, which is not included."""
+        return self[torch.arange(start, end, device=self.counts.device)]
+
     @classmethod
-    def joined(cls, parts: Many[TokenLists]) -> TokenLists:
+    def of_each(cls, lists: Sequence[TokenLists | None], lengths: Sequence[int]) -> TokenLists | None:
+        """One column of the columns of several turns or sequences, of these lengths; None: there is none.
+
+        One that has none gets the whole vocabulary at every place.
+        """
+        log_probs = next((each.log_probs is not None for each in lists if each is not None), None)
+        if log_probs is None:
+            return None
+        none = torch.empty(0)
+        return cls.joined(
+            [
+                TokenLists(torch.zeros(length).int(), none.int(), none if log_probs else None)
+                if each is None
+                else each
+                for each, length in zip(lists, lengths, strict=True)
+            ]
+        )
+
+    @classmethod
+    def joined(cls, parts: Sequence[TokenLists]) -> TokenLists:
         """The places of all parts, one part after the other."""
         log_probs = [part.log_probs for part in parts if part.log_probs is not None]
         columns = torch.cat([part.counts for part in parts]), torch.cat([part.ids for part in parts])
@@ -70,11 +95,15 @@ class TokenLists:
         return TokenLists(self.counts.to(device), self.ids.to(device), log_probs)
 
 
+#: A `Tensor` (n, …), or `TokenLists` of n places.
+Column: TypeAlias = Any
+
+
 @dataclass(frozen=True, slots=True)
 class Task:
     """One row of the data, as an environment reads it."""
 
-    prompt_ids: Many[int]  # the rendered prompt as tokens
+    prompt_ids: Sequence[int]  # the rendered prompt as tokens
     text: str  # the rendered prompt, for dumps and graders
     group_id: int = 0  # index of the prompt in the whole batch, over all ranks
     row: int = 0  # index of the row in the data
@@ -101,7 +130,7 @@ class Turn:
 
 
 @dataclass(frozen=True, slots=True)
-class Sequence:
+class TokenSequence:
     """One stream of L tokens that is trained on; m of them were sampled. It begins with a token that was not.
 
     All but `token_ids`, `sampled` and `experts` are columns of the m sampled tokens.
@@ -112,13 +141,13 @@ class Sequence:
     log_probs: Tensor  # (m,) float32
     versions: Tensor  # (m,) int64
     turns: Tensor  # (m,) int64, number of the turn within its episode, ascending
-    rewards: Tensor | None = None  # (m,) float32, of the environment; None: the episode has a score only
+    rewards: Tensor | None = None  # (m,) float64, of the environment; None: the episode has a score only
     kept: TokenLists | None = None  # (m)
     most_likely: TokenLists | None = None  # (m)
     experts: Tensor | None = None  # (L, layers, k) int16, see `joined_experts`
 
     @classmethod
-    def of_turn(cls, prompt_ids: Many[int], turn: Turn, number: int = 0) -> Sequence:
+    def of_turn(cls, prompt_ids: Sequence[int], turn: Turn, number: int = 0) -> TokenSequence:
         """A prompt and what was sampled after it."""
         token_ids = torch.cat([torch.as_tensor(prompt_ids, dtype=torch.int64), turn.token_ids])
         length = token_ids.numel()  # a tenth of the time of `len`
@@ -130,11 +159,11 @@ class Sequence:
             turns=torch.full_like(turn.token_ids, number),
             kept=turn.kept,
             most_likely=turn.most_likely,
-            experts=joined_experts(length, [(length, turn)]),
+            experts=None if turn.experts is None else joined_experts(length, [(length, turn)]),
         )
 
 
-def joined_experts(length: int, turns: Many[tuple[int, Turn]]) -> Tensor | None:
+def joined_experts(length: int, turns: Sequence[tuple[int, Turn]]) -> Tensor | None:
     """(length, layers, k) int16: the experts that computed the tokens of a sequence; −1: not reported.
 
     Args:
@@ -156,7 +185,7 @@ class Episode:
 
     task: Task
     member: int  # index within its group
-    sequences: tuple[Sequence, ...]
+    sequences: tuple[TokenSequence, ...]
     response: str  # text that graders read
     stop_reason: str = "completed"  # or max_tokens, aborted, …
     #: of the environment itself, those of turns included, added to the graders'; None: it gives none
@@ -178,7 +207,16 @@ class Episode:
     @property
     def num_sampled(self) -> int:
         """Number of tokens that the policy sampled."""
+        if len(self.sequences) == 1:  # a third of the time of the sum
+            return self.sequences[0].log_probs.numel()
         return sum(sequence.log_probs.numel() for sequence in self.sequences)
+
+    @property
+    def num_prompt(self) -> int:
+        """Number of tokens that its first turn read; those of the rendered row if nothing was sampled."""
+        if not self.sequences or not self.sequences[0].log_probs.numel():
+            return len(self.task.prompt_ids)
+        return int(self.sequences[0].sampled.int().argmax())
 
     @property
     def num_tokens(self) -> int:
@@ -190,20 +228,52 @@ class Episode:
 Group = tuple[Episode, ...]
 
 
-#: What a field of `TokenBatch` has one entry of: tokens (N,), sequences (S,), episodes (E,); all others are
-#: columns of the sampled tokens (M,).
-LEVELS = {
-    **dict.fromkeys(("token_ids", "sampled", "experts"), "token"),
+#: What a fixed field of `TokenBatch` has one entry of: tokens (N,), sequences (S,), episodes (E,), or sampled
+#: tokens (M,), as all others.
+FIELD_LEVELS: dict[str, Level] = {
+    **dict.fromkeys(("token_ids", "sampled"), "token"),
     **dict.fromkeys(("lengths", "owners"), "sequence"),
-    **dict.fromkeys(
-        ("group_ids", "members", "prompt_weights", "baseline_scores", "sequence_weights"), "episode"
-    ),
+    **dict.fromkeys(("group_ids", "members", "prompt_weights"), "episode"),
 }
+
+
+@dataclass(frozen=True, slots=True)
+class ColumnKind:
+    """A named column that a batch may have beside its fixed fields.
+
+    Attributes:
+        level: what it has one entry of.
+        description: what an entry is, with its unit.
+        unknown: entry of a rank that did not compute the column, where others did.
+    """
+
+    level: Level
+    description: str
+    unknown: float = 0.0
+
+
+#: Every column by its name; that of another name is an error.
+COLUMN_KINDS: dict[str, ColumnKind] = {}
+
+
+def declare_column(name: str, description: str, level: Level = "sampled", unknown: float = 0.0) -> None:
+    """Lets batches have a column of this name.
+
+    Raises:
+        ValueError: a fixed field has the name, or another column, which is described otherwise.
+    """
+    kind = ColumnKind(level, description, unknown)
+    if name in FIXED_FIELDS or COLUMN_KINDS.setdefault(name, kind) != kind:
+        raise ValueError(f"a column `{name}` exists already; choose another name")
 
 
 @dataclass(frozen=True)
 class TokenBatch:
-    """E episodes as one flat run of tokens; what is None was not computed, or does not exist in this run."""
+    """E episodes as one flat run of tokens: fixed fields, and named columns.
+
+    A field that is None was not computed, like a column that is not there. Columns are declared by what makes
+    them (`declare_column`).
+    """
 
     token_ids: Tensor  # (N,) int64
     sampled: Tensor  # (N,) bool
@@ -215,25 +285,13 @@ class TokenBatch:
     rollout_log_probs: Tensor  # (M,) float32
     versions: Tensor  # (M,) int64
     turns: Tensor  # (M,) int64
-    rewards: Tensor  # (M,) float32: of the environment, 0.0 if it gives none; in training with the score
-    kept: TokenLists | None = None
-    most_likely: TokenLists | None = None
-    experts: Tensor | None = None  # (N, layers, k) int16: those that computed a token; −1: not reported
-    baseline_scores: Tensor | None = None  # (E,) of the greedy response; ReMax
+    rewards: Tensor  # (M,) float64: of the environment, 0.0 if it gives none; in training with the score
     old_log_probs: Tensor | None = None  # (M,) π_old; in bypass mode π_rollout
-    ref_log_probs: Tensor | None = None  # (M,) π_ref
-    teacher_log_probs: Tensor | None = None  # (M,) of the teacher
-    teacher_top_k: TokenLists | None = None  # (M) its K most likely tokens
-    teacher_tail: Tensor | None = None  # (M,) its log-prob of all others together
-    values: Tensor | None = None  # (M,) of the critic before its updates
-    score_norms: Tensor | None = None  # (M,) ‖∇_logits log π‖²
-    sequence_weights: Tensor | None = None  # (E,) Π π/π_rollout
     advantages: Tensor | None = None  # (M,) float32
-    returns: Tensor | None = None  # (M,) float32: targets of the values
-    age: Tensor | None = None  # (M,) optimizer updates since the sampling weights
+    columns: Mapping[str, Column] = field(default_factory=dict)  # all others, see `COLUMN_KINDS`
 
     @classmethod
-    def of(cls, episodes: Many[Episode], device: Any = "cpu") -> TokenBatch:
+    def of(cls, episodes: Sequence[Episode], device: Any = "cpu") -> TokenBatch:
         """The tokens of these episodes, in order, on `device`."""
         sequences = [sequence for episode in episodes for sequence in episode.sequences]
 
@@ -241,19 +299,25 @@ class TokenBatch:
             parts = [getattr(sequence, name) for sequence in sequences]
             return torch.cat(parts) if parts else torch.empty(0, dtype=dtype)
 
-        def lists(name: str) -> TokenLists | None:
-            found = [getattr(sequence, name) for sequence in sequences]
-            return TokenLists.joined(found) if found and found[0] is not None else None
-
-        experts = None
+        counts = [sequence.log_probs.numel() for sequence in sequences]
+        columns: dict[str, Column] = {
+            "kept": TokenLists.of_each([sequence.kept for sequence in sequences], counts),
+            "most_likely": TokenLists.of_each([sequence.most_likely for sequence in sequences], counts),
+        }
         shapes = {sequence.experts.shape[1:] for sequence in sequences if sequence.experts is not None}
         if shapes:
             [shape] = shapes
-            none = torch.full((1, *shape), -1, dtype=torch.int16)
-            experts = torch.cat(
-                [none.expand(len(s.token_ids), *shape) if s.experts is None else s.experts for s in sequences]
+            unknown = torch.full((1, *shape), -1, dtype=torch.int16)
+            columns["experts"] = torch.cat(
+                [
+                    unknown.expand(len(s.token_ids), *shape) if s.experts is None else s.experts
+                    for s in sequences
+                ]
             )
-        rewards = [torch.zeros_like(s.log_probs) if s.rewards is None else s.rewards for s in sequences]
+        rewards = torch.zeros(sum(counts), dtype=torch.float64)
+        for own, sequence in zip(torch.split(rewards, counts), sequences, strict=True):
+            if sequence.rewards is not None:
+                own.copy_(sequence.rewards)
         owners = [place for place, episode in enumerate(episodes) for _ in episode.sequences]
         batch = cls(
             token_ids=joined("token_ids", torch.int64),
@@ -266,17 +330,47 @@ class TokenBatch:
             rollout_log_probs=joined("log_probs", torch.float32),
             versions=joined("versions", torch.int64),
             turns=joined("turns", torch.int64),
-            kept=lists("kept"),
-            most_likely=lists("most_likely"),
-            rewards=torch.cat([torch.empty(0), *rewards]),
-            experts=experts,
+            rewards=rewards,
         )
-        return batch.to(device)
+        return batch.with_columns(**columns).to(device)
+
+    @classmethod
+    def joined(cls, parts: Sequence[TokenBatch]) -> TokenBatch:
+        """The episodes of all parts, one after the other; a missing column of a part is unknown there."""
+        forms = {name: column_form(column) for part in parts for name, column in part.columns.items()}
+        parts = [part.with_unknown(forms) for part in parts]
+        values: dict[str, Any] = {}
+        for name in FIXED_FIELDS:
+            columns = [getattr(part, name) for part in parts]
+            values[name] = None if columns[0] is None else torch.cat(columns)
+        starts = torch.tensor([0, *(part.num_episodes for part in parts)]).cumsum(0).tolist()
+        values["owners"] = torch.cat(
+            [part.owners + start for part, start in zip(parts, starts, strict=False)]
+        )
+        lists: dict[str, Column] = {}
+        for name, (kind, _) in forms.items():
+            each = [part.columns[name] for part in parts]
+            lists[name] = TokenLists.joined(each) if kind is TokenLists else torch.cat(each)
+        return cls(**values, columns=lists)
+
+    def __getstate__(self) -> dict[str, Any]:
+        """The fields, without what was derived from them."""
+        return {each.name: getattr(self, each.name) for each in fields(self)}
 
     @property
     def num_episodes(self) -> int:
         """E."""
         return len(self.group_ids)
+
+    def size(self, level: Level) -> int:
+        """Number of entries of a column of this level."""
+        like = {
+            "token": self.token_ids,
+            "sampled": self.turns,
+            "sequence": self.lengths,
+            "episode": self.group_ids,
+        }
+        return len(like[level])
 
     @cached_property
     def sequences(self) -> Segments:
@@ -296,15 +390,77 @@ class TokenBatch:
         return Units.nested(sequence, episode, self.turns)
 
     @property
+    def episode_rewards(self) -> Tensor:
+        """(E,) float64: the scores; without them sums of rewards, which are rounded."""
+        scores: Tensor | None = self.columns.get("scores")
+        return self.units.episode.sum(self.rewards) if scores is None else scores
+
+    def penalised(self, penalties: Tensor) -> TokenBatch:
+        """The batch with rewards minus `penalties` (M,), and scores minus their sums."""
+        scores = self.episode_rewards - self.units.episode.sum(penalties)
+        return replace(self, rewards=self.rewards - penalties).with_columns(scores=scores)
+
+    def without_rewards(self) -> TokenBatch:
+        """The batch with rewards and scores of 0."""
+        scores = torch.zeros_like(self.episode_rewards)
+        return replace(self, rewards=torch.zeros_like(self.rewards)).with_columns(scores=scores)
+
+    @property
     def inputs(self) -> ModelInputs:
         """Input of a forward pass over these tokens."""
-        listed = self.most_likely if self.teacher_top_k is None else self.teacher_top_k
-        return ModelInputs(self.token_ids, self.sampled, self.lengths, self.kept, listed, self.experts)
+        columns: dict[str, Any] = {
+            name: self.columns.get(name) for name in ("kept", "most_likely", "experts")
+        }
+        return ModelInputs(self.token_ids, self.sampled, self.lengths, **columns)
 
-    def pick(self, episodes: Tensor | Many[int]) -> TokenBatch:
+    def column(self, name: str) -> Any:
+        """The column, or the fixed field, of this name.
+
+        Raises:
+            LookupError: it was not computed.
+        """
+        values = self.columns.get(name)
+        if values is None and name in FIXED_FIELDS:
+            values = getattr(self, name)
+        if values is None:
+            raise LookupError(f"the batch has no column `{name}`; it has {', '.join(self.columns) or 'none'}")
+        return values
+
+    def with_columns(self, **columns: Column | None) -> TokenBatch:
+        """The batch with these columns, or without those that are None.
+
+        Raises:
+            ValueError: a column is not declared, or has another number of entries than its level.
+        """
+        for name, values in columns.items():
+            if name not in COLUMN_KINDS:
+                raise ValueError(f"column `{name}` is not declared; call declare_column first")
+            size = self.size(COLUMN_KINDS[name].level)
+            if values is not None and len(values) != size:
+                raise ValueError(f"column `{name}` has {len(values)} entries instead of {size}")
+        merged = {name: values for name, values in {**self.columns, **columns}.items() if values is not None}
+        return replace(self, columns=merged)
+
+    def with_unknown(self, forms: Mapping[str, tuple[Any, Any]]) -> TokenBatch:
+        """The batch with those of these columns that it does not have, unknown; see `column_form`."""
+        missing = {name: form for name, form in forms.items() if name not in self.columns}
+        return self.with_columns(**{name: self._unknown(name, *form) for name, form in missing.items()})
+
+    def _unknown(self, name: str, dtype: Any, shape: Any) -> Column:
+        kind = COLUMN_KINDS[name]
+        size, device = self.size(kind.level), self.token_ids.device
+        if dtype is TokenLists:
+            none = torch.zeros(0, dtype=torch.int32, device=device)
+            counts = torch.zeros(size, dtype=torch.int32, device=device)
+            return TokenLists(counts, none, none.float() if shape else None)
+        return torch.full((size, *shape), kind.unknown, dtype=dtype, device=device)
+
+    def pick(self, episodes: Tensor | Sequence[int]) -> TokenBatch:
         """The episodes with these indices (k,), in that order."""
-        given = episodes if isinstance(episodes, torch.Tensor) else torch.tensor(list(episodes))
-        chosen = given.to(self.group_ids.device, torch.int64)
+        indices = episodes if isinstance(episodes, torch.Tensor) else torch.tensor(list(episodes))
+        chosen = indices.to(self.group_ids.device, torch.int64)
+        if torch.equal(chosen, torch.arange(self.num_episodes, device=chosen.device)):
+            return self
         of_sequences = self.sequences_of_episodes.entries_of(chosen)
         places = {
             "episode": chosen,
@@ -321,12 +477,38 @@ class TokenBatch:
         """The same data on `device`."""
         return self.mapped(lambda value, _: value.to(device))
 
-    def mapped(self, change: Any) -> TokenBatch:
-        """The batch with every field changed by (value, its level) → value, unless it is None."""
-        columns: dict[str, Any] = {part.name: getattr(self, part.name) for part in fields(self)}
-        for name, value in columns.items():
-            columns[name] = None if value is None else change(value, LEVELS.get(name, "sampled"))
-        return TokenBatch(**columns)
+    def mapped(self, change: Callable[[Any, Level], Any]) -> TokenBatch:
+        """The batch with every field and column changed by (value, its level) → value, unless it is None.
+
+        The order is the same on every rank whose batch has the same columns.
+        """
+        values: dict[str, Any] = {}
+        for name in FIXED_FIELDS:
+            value = getattr(self, name)
+            values[name] = None if value is None else change(value, FIELD_LEVELS.get(name, "sampled"))
+        columns = {
+            name: change(column, COLUMN_KINDS[name].level) for name, column in sorted(self.columns.items())
+        }
+        return TokenBatch(**values, columns=columns)
+
+
+FIXED_FIELDS = tuple(each.name for each in fields(TokenBatch) if each.name != "columns")
+
+declare_column("kept", "with exact sampling the set that the token was sampled from")
+declare_column(
+    "most_likely",
+    "further tokens whose log-probs a forward pass returns: the most likely ones of the sampler, or of"
+    " another model, with its log-probs in nats",
+)
+declare_column("experts", "(layers, k) int16: those that computed the token; −1: not reported", "token", -1)
+declare_column("age", "number of optimizer updates since the weights that sampled the token")
+declare_column("ref_log_probs", "log-prob under the reference policy, nats")
+declare_column("values", "value of the critic before its updates")
+declare_column("returns", "target of the value")
+declare_column("scores", "float64: what the rewards of the episode sum to, without rounding", "episode")
+declare_column("baseline_scores", "score of the greedy response to the same prompt", "episode")
+declare_column("score_norms", "squared norm of ∇ log π with respect to the logits")
+declare_column("sequence_weights", "Π π/π_rollout over the episode", "episode")
 
 
 @dataclass(frozen=True, slots=True)
@@ -347,6 +529,13 @@ class ModelInputs:
     def tokens(self) -> Tensor:
         """(M,) int64: the scored tokens."""
         return self.token_ids[self.scored]
+
+
+def column_form(column: Column) -> tuple[Any, Any]:
+    """Type of the entries and their shape; of lists whether they have log-probs."""
+    if isinstance(column, TokenLists):
+        return TokenLists, column.log_probs is not None
+    return column.dtype, tuple(column.shape[1:])
 
 
 def torch_device() -> torch.device:

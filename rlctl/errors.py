@@ -188,10 +188,14 @@ class Problem:
 
 
 class SpecError(UsageError):
-    """Every problem found in a spec, reported together (exit 2)."""
+    """Every problem found in a spec, reported together (exit 2).
 
-    def __init__(self, problems: list[Problem]) -> None:
+    `spec` is the one in which they were found, if the files that it names can be checked all the same.
+    """
+
+    def __init__(self, problems: list[Problem], spec: Any = None) -> None:
         self.problems = problems
+        self.spec = spec
         count = len(problems)
         super().__init__(f"the spec has {count} problem{'s' if count != 1 else ''}")
 

@@ -23,10 +23,32 @@ _HASHED = 16 << 20
 _LOCK_TIMEOUT_MINUTES = 30
 
 
+def is_utf8(text: str) -> bool:
+    """Whether text can be written to files: names of files may have other bytes."""
+    try:
+        text.encode()
+    except UnicodeEncodeError:
+        return False
+    return True
+
+
+def encodable(text: str) -> str:
+    """The text with `?` for lone surrogates, which a tokenizer can produce and UTF-8 cannot encode."""
+    return text.encode("utf-8", "replace").decode()
+
+
 def cache_root() -> Path:
     """Directory for files that rlctl can recreate: `$RLCTL_CACHE`, else the user's cache directory."""
     override = os.environ.get("RLCTL_CACHE")
     return Path(override).expanduser() if override else user_cache_path("rlctl")
+
+
+def keep_compiled_code() -> None:
+    """Lets torch keep what it compiles in this user's cache.
+
+    Its default is a name in /tmp that another user can take first, and it executes what it finds there.
+    """
+    os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", str(cache_root() / "torchinductor"))
 
 
 def cached_directory(entry: Path, build: Callable[[Path], None], *, what: str) -> Path:
@@ -97,6 +119,14 @@ def is_file(path: str | Path) -> bool:
         return False
 
 
+def is_directory(path: str | Path) -> bool:
+    """Whether this is a directory; False for text that cannot be a path."""
+    try:
+        return Path(path).is_dir()
+    except (OSError, ValueError):
+        return False
+
+
 def _fingerprint(path: Path) -> str:
     size = path.stat().st_size
     return f"{size} bytes" if size > _HASHED else sha256_of(path)
@@ -153,6 +183,7 @@ def replacing(path: Path) -> Iterator[Path]:
     # `.tmp` comes last, so that a leftover of a killed process never matches *.parquet or *.json.
     temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
     try:
+        temporary.unlink(missing_ok=True)  # a link of this name would be followed
         yield temporary
         sync(temporary)
         temporary.replace(path)
@@ -194,8 +225,8 @@ def staged_directory(out: Path) -> Iterator[Path]:
         finally:
             shutil.rmtree(stage, ignore_errors=True)
     except (FileExistsError, NotADirectoryError) as error:
-        what = "a parent of the output is a file, or another process created the output meanwhile"
-        raise UsageError(what, where=str(out), fix="choose another --out") from error
+        message = "a parent of the output is a file, or another process created the output meanwhile"
+        raise UsageError(message, where=str(out), fix="choose another --out") from error
     except OSError as error:
         raise EnvironmentFailure(
             f"the output cannot be written: {error.strerror or error}",
@@ -227,5 +258,5 @@ def check_vacant(out: Path) -> None:
         UsageError: `out` is a file, or a directory that is not empty.
     """
     if out.exists() and (not out.is_dir() or any(out.iterdir())):
-        what = "the directory is not empty" if out.is_dir() else "the output is a file, not a directory"
-        raise UsageError(what, where=str(out), fix="choose another --out")
+        message = "the directory is not empty" if out.is_dir() else "the output is a file, not a directory"
+        raise UsageError(message, where=str(out), fix="choose another --out")

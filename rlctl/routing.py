@@ -111,20 +111,20 @@ class Routing(TorchFunctionMode):
     def __torch_function__(
         self, function: Callable[..., Any], _: Any, args: Any = (), kwargs: Any = None
     ) -> Any:
-        found = function(*args, **(kwargs or {}))
+        result = function(*args, **(kwargs or {}))
         if function is not torch.topk and function is not Tensor.topk:
-            return found
+            return result
         scores = args[0] if args else kwargs["input"]
-        mixture, indices = self._mixture, found.indices
+        mixture, indices = self._mixture, result.indices
         if (scores.shape[-1], indices.shape[-1]) != (mixture.num_experts, mixture.experts_per_token):
-            return found  # such as of groups of experts
+            return result  # such as of groups of experts
         if self._experts is not None:
             router = (self._first + len(self.chosen)) % len(mixture.layers)
             given = self._experts[:, router].view(indices.shape).to(indices)
             indices = torch.where(given >= 0, given, indices)
-            found = torch.return_types.topk((scores.gather(-1, indices), indices))
+            result = torch.return_types.topk((scores.gather(-1, indices), indices))
         self.chosen.append(indices)
-        return found
+        return result
 
     def again(self) -> Routing:
         """The same for a recomputation of what comes next."""
@@ -137,8 +137,8 @@ class Routing(TorchFunctionMode):
             UsageError: the model does not choose its experts once per layer by `topk`.
         """
         if len(self.chosen) != num_passes * len(self._mixture.layers):
-            what = f"{type(body).__name__} does not choose the experts of a layer once, by `topk`"
-            raise UsageError(what, where=REPLAY, fix="leave it out")
+            message = f"{type(body).__name__} does not choose the experts of a layer once, by `topk`"
+            raise UsageError(message, where=REPLAY, fix="leave it out")
 
     def passes(self, body: Any, count: int) -> list[Tensor]:
         """For each of `count` passes, (n, routers, k) int64; raises as `check`."""
@@ -162,8 +162,8 @@ def _active() -> Routing | None:
 
 
 def _refused(body: Any, key: str) -> UsageError:
-    what = f"{type(body).__name__} reports no routing of its tokens to experts"
-    return UsageError(what, where=key, fix="leave it out")
+    message = f"{type(body).__name__} reports no routing of its tokens to experts"
+    return UsageError(message, where=key, fix="leave it out")
 
 
 class RoutedBody:

@@ -8,6 +8,8 @@ from __future__ import annotations
 import hashlib
 import importlib.util
 import inspect
+import shlex
+import shutil
 import sys
 import sysconfig
 import traceback
@@ -23,10 +25,57 @@ from rlctl.errors import UsageError, visible
 USER_MODULES: set[str] = set()
 
 
+#: Beginnings of names that are command lines.
+COMMANDS = ("command:", "mcp:")
+
+
 def is_file_function(name: str) -> bool:
     """Whether a name has the form `path/to/file.py:function`."""
     file, colon, function = name.rpartition(":")
-    return bool(colon) and file.endswith(".py") and function.isidentifier()
+    return bool(colon) and file.endswith(".py") and function.isidentifier() and not name.startswith(COMMANDS)
+
+
+def is_users_code(name: str) -> bool:
+    """Whether a name is a user's function or class, or a command line."""
+    return is_file_function(name) or name.startswith(COMMANDS)
+
+
+def _files_of_command(name: str) -> list[Path]:
+    """The files that a command line names."""
+    try:
+        words = shlex.split(name.partition(":")[2])
+    except ValueError:
+        return []
+    return [path for word in words if (path := Path(word).expanduser().resolve()).is_file()]
+
+
+def command_words(line: str, *, where: str, fix: str) -> list[str]:
+    """The words of a command line, as a shell would split them; the first one is the program's path.
+
+    Raises:
+        UsageError: there is no such program, or it may not be executed.
+    """
+    try:
+        words = shlex.split(line)
+    except ValueError as error:
+        raise UsageError(f"the command line cannot be read: {error}", where=where, fix=fix) from error
+    if not words:
+        raise UsageError("the command line is empty", where=where, fix=fix)
+    program = shutil.which(words[0])
+    if program is None and Path(words[0]).is_file():
+        raise UsageError(f"{words[0]} may not be executed", where=where, fix=f"chmod +x {words[0]}")
+    if program is None:
+        raise UsageError(f"there is no program {words[0]}", where=where, fix=fix)
+    return [str(Path(program).absolute()), *words[1:]]
+
+
+def absolute_command(name: str) -> str:
+    """A command line whose files that are beside or below the working directory have absolute paths."""
+    kind, _, line = name.partition(":")
+    words = shlex.split(line)
+    return (
+        f"{kind}:{shlex.join(str(Path(word).absolute()) if Path(word).is_file() else word for word in words)}"
+    )
 
 
 def split_names(joined: str) -> list[str]:
@@ -43,8 +92,10 @@ def absolute_name(name: str) -> str:
 
 def files_of(*names: str | None) -> list[Path]:
     """The users' files in `names`, of which each may be several joined with commas: absolute and sorted."""
-    parts = [part for joined in names if joined for part in split_names(joined)]
+    lines = [name for name in names if name and name.startswith(COMMANDS)]
+    parts = [part for joined in names if joined and joined not in lines for part in split_names(joined)]
     paths = {_path_of(part) for part in parts if is_file_function(part)}
+    paths.update(file for line in lines for file in _files_of_command(line))
     return sorted(filter(Path.is_file, paths))
 
 
@@ -82,8 +133,8 @@ def load_function(name: str, *, key: str) -> Callable[..., Any]:
     function = getattr(module, function_name, None)
     if not callable(function):
         del sys.modules[module.__name__]
-        what = "no such function" if function is None else f"{function_name} is not a function"
-        raise UsageError(what, where=name, fix=f"define `def {function_name}(…)` in {file}")
+        message = "no such function" if function is None else f"{function_name} is not a function"
+        raise UsageError(message, where=name, fix=f"define `def {function_name}(…)` in {file}")
     return function  # type: ignore[no-any-return]
 
 
@@ -94,7 +145,7 @@ def add_to_import_path(folder: Path) -> None:
     """
     library = Path(sysconfig.get_path("stdlib"))
     standard = {str(library), str(library / "lib-dynload"), sysconfig.get_path("platstdlib")}
-    last = max((place for place, entry in enumerate(sys.path) if entry in standard), default=-1)
+    last = max((index for index, entry in enumerate(sys.path) if entry in standard), default=-1)
     if str(folder) not in sys.path:
         sys.path.insert(last + 1, str(folder))
 
@@ -123,8 +174,8 @@ def _import_file(path: Path) -> ModuleType:
         exec(compile(source, path, "exec"), vars(module))
     except (Exception, SystemExit) as error:
         del sys.modules[name]
-        what = visible(f"importing it failed: {type(error).__name__}: {error}")
-        raise UsageError(what, where=_line_of(error, path), fix="correct the file") from error
+        message = visible(f"importing it failed: {type(error).__name__}: {error}")
+        raise UsageError(message, where=_line_of(error, path), fix="correct the file") from error
     return module
 
 

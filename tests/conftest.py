@@ -1,4 +1,4 @@
-"""Configuration of all tests: no hub, W&B offline, one thread per process, one embedded model."""
+"""Configuration of all tests: no hub, W&B offline, default signals, one thread, one embedded model."""
 
 from __future__ import annotations
 
@@ -7,6 +7,8 @@ import itertools
 import os
 import re
 import shutil
+import signal
+import threading
 from collections import defaultdict
 from collections.abc import Iterator
 from functools import cache
@@ -21,6 +23,12 @@ TESTS = Path(__file__).parent
 #: Seconds of tests from which on the slowest files are printed.
 LONG_RUN_S = 60.0
 
+if threading.current_thread() is threading.main_thread():
+    # A shell that starts a command in the background lets it, and all that it starts, ignore these: a test
+    # that interrupts itself, or a run, would wait for ever.
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+    signal.signal(signal.SIGQUIT, signal.SIG_DFL)
+    signal.signal(signal.SIGHUP, signal.SIG_DFL)
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("WANDB_MODE", "offline")
 # With two cores and many small tensors, threads would only wait for each other.
@@ -73,6 +81,14 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 #: Number of training rows of the embedded model in tests; small, because every start renders all of them.
 FEW_ROWS = 1024
+
+
+@pytest.fixture(scope="session", autouse=True)
+def _state_of_tests(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+    """The key that signs runs is not the user's."""
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setenv("XDG_STATE_HOME", str(tmp_path_factory.mktemp("state")))
+        yield
 
 
 @pytest.fixture(scope="session")

@@ -452,7 +452,8 @@ def _changes(tree: ast.Module) -> Iterator[str]:
 def allowed(package: str) -> Requirement:
     """Requirement of a package in pyproject.toml."""
     project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
-    texts = project["dependencies"] + project["optional-dependencies"]["vllm"]
+    extras = project["optional-dependencies"]
+    texts = project["dependencies"] + extras["train"] + extras["vllm"]
     [found] = [each for each in map(Requirement, texts) if each.name == package]
     return found
 

@@ -8,8 +8,8 @@ from dataclasses import fields, is_dataclass
 
 import torch
 
-from rlctl.batch import Episode, Group, Task, TokenLists, Turn
-from rlctl.batch import Sequence as TokenSequence
+from rlctl.batch import Episode, Group, Task, TokenLists, TokenSequence, Turn
+from rlctl.episodes import Episodes
 from rlctl.rollout.protocol import Request, Sampling
 
 END, LETTERS, KEPT = 1, range(2, 20), 3
@@ -99,12 +99,19 @@ def groups_of(
     return found
 
 
+def flat(groups: Sequence[Sequence[Episode]]) -> Episodes:
+    """The episodes of these groups."""
+    return Episodes.of([episode for group in groups for episode in group])
+
+
 def same(a: object, b: object) -> bool:
     """Whether two records, or lists of them, are equal to the bit."""
     if isinstance(a, torch.Tensor):
         return isinstance(b, torch.Tensor) and a.dtype == b.dtype and torch.equal(a, b)
     if is_dataclass(a):
         return type(a) is type(b) and all(same(getattr(a, f.name), getattr(b, f.name)) for f in fields(a))
+    if isinstance(a, dict):
+        return isinstance(b, dict) and a.keys() == b.keys() and all(same(a[key], b[key]) for key in a)
     if isinstance(a, list | tuple):
         return type(a) is type(b) and len(a) == len(b) and all(map(same, a, b))  # type: ignore[arg-type]
     return a == b

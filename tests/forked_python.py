@@ -141,6 +141,8 @@ def _become(request: dict, files: list[int], directory: str) -> None:
     me, actual = os.getpid(), os.getppid
     os.getppid = lambda: request["parent"] if os.getpid() == me else actual()
     os.chdir(request["cwd"])
+    if request["words"][:1] == ["-I"]:  # isolated, as processes of the sandbox, which limit their memory
+        os.execv(sys.executable, [sys.executable, *request["words"]])
     sys.executable = f"{directory}/python"
     multiprocessing.set_executable(sys.executable)
     words = [*_COMMANDS[request["command"]], *request["words"]]

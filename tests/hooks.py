@@ -7,6 +7,7 @@ import gc
 import os
 import resource
 import signal
+from pathlib import Path
 
 
 def kill_after_logging(step: int) -> None:
@@ -59,18 +60,21 @@ def kill_in_save(step: int, moment: str) -> None:
     saving.begin, saving.publish = begin, publish
     if moment == "writing":
         from rlctl.engine.deepspeed import DeepSpeedEngine
+        from rlctl.engine.fsdp import FsdpEngine
 
-        original_save = DeepSpeedEngine.save
+        def killed_in(original_save):
+            def save(self, directory):
+                if now[0] == step:  # only half of the bytes are written
+                    original_save(self, directory)
+                    for path in filter(Path.is_file, directory.rglob("*")):
+                        os.truncate(path, path.stat().st_size // 2)
+                    os.kill(os.getpid(), signal.SIGKILL)
+                return original_save(self, directory)
 
-        def save(self, directory):
-            if now[0] == step:  # only half of the bytes are written
-                original_save(self, directory)
-                for path in directory.rglob("*.pt"):
-                    os.truncate(path, path.stat().st_size // 2)
-                os.kill(os.getpid(), signal.SIGKILL)
-            return original_save(self, directory)
+            return save
 
-        DeepSpeedEngine.save = save
+        for engine in (DeepSpeedEngine, FsdpEngine):
+            engine.save = killed_in(engine.save)
 
 
 def share_exports(kill_at: int = 0, whom: str = "") -> None:
@@ -227,22 +231,26 @@ def nan_rollouts_at(step: int, rows: int) -> None:
 
 
 def failing_grader(every: int) -> None:
-    """Every `every`-th call of the grader `exact` raises."""
-    import dataclasses
+    """The grader raises on every `every`-th response."""
+    from rlctl.reward.build import LocalScorer
 
-    from rlctl.registry import GRADERS
+    original, calls = LocalScorer.grade_and_read, [0]
 
-    calls = [0]
-    part = GRADERS.part("exact")
+    def choke(response, ground_truth):
+        raise ValueError("the grader choked")
 
-    def grade(response, ground_truth):
-        calls[0] += 1
-        if calls[0] % every == 0:
-            raise ValueError("the grader choked")
-        return part.function(response, ground_truth)
+    def grade_and_read(self, samples, *, read_answers=True):
+        graded = original(self, samples, read_answers=read_answers)
+        function = self._function
+        for index in range(len(graded)):
+            calls[0] += 1
+            if calls[0] % every == 0:
+                self._function = choke
+                graded[index] = self._grade("", ""), None
+        self._function = function
+        return graded
 
-    grade.__module__ = part.function.__module__
-    GRADERS._parts["exact"] = dataclasses.replace(part, function=grade)
+    LocalScorer.grade_and_read = grade_and_read
 
 
 def failing_sync_at(step: int) -> None:
@@ -333,6 +341,14 @@ def clock_jumps(*jumps: float) -> None:
     time.time = lambda: original_time() + off[0]
     jsonl.datetime = Jumping
     jsonl.JsonlSink.log = log
+
+
+def keepers_are_fast() -> None:
+    """What keeps the files and servers of this process waits less for them to end by themselves."""
+    from rlctl import leftovers
+
+    quick = "from rlctl import leftovers as l; l._LOOK_S, l._KILL_S = 0.1, 0.5; "
+    leftovers._KEEP = leftovers._KEEP.replace("main()", f"{quick} main()")
 
 
 def forked_ranks() -> None:

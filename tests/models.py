@@ -23,7 +23,7 @@ from transformers import (
 )
 
 from rlctl.batch import ModelInputs, TokenBatch
-from rlctl.spec.model_size import Shape
+from rlctl.run_spec.model_size import Shape
 
 VOCABULARY = 23
 _SHAPE = {

@@ -126,6 +126,8 @@ def _moved(x: Any) -> Any:
             for name, buffer in module._buffers.items():
                 module._buffers[name] = None if buffer is None else _moved(buffer)
         return x
+    if isinstance(x, dict):
+        return {key: _moved(value) for key, value in x.items()}
     if is_dataclass(x):
         return type(x)(**{part.name: _moved(getattr(x, part.name)) for part in fields(x)})
     return x

@@ -71,6 +71,11 @@ class Job:
     def output(self) -> str:
         return self.log.read_text(errors="replace") if self.log.exists() else ""
 
+    @property
+    def exit_code(self) -> int | None:
+        """Negative for a signal; None: it goes on."""
+        return self._process.exitcode
+
     def wait(self, timeout: float = TIMEOUT_S) -> int:
         """Returns the exit code, negative for a signal; after a timeout kills the job and fails the test."""
         self._process.join(timeout)
@@ -118,6 +123,35 @@ class Job:
         for process in self.family():
             with suppress(psutil.NoSuchProcess):  # it has just ended
                 process.kill()
+
+
+def wait_for_all(jobs: Iterable[Job], timeout: float = TIMEOUT_S, grace_s: float = 30.0) -> list[int | None]:
+    """Exit codes; None: ended here, after the timeout or because it went on after another one failed."""
+    jobs = list(jobs)
+    deadline = time.monotonic() + timeout
+    while None in (codes := [job.exit_code for job in jobs]) and time.monotonic() < deadline:
+        if any(codes):
+            deadline = min(deadline, time.monotonic() + grace_s)
+        time.sleep(0.03)
+    for job in jobs:
+        if job.exit_code is None:
+            job.end()
+    return codes
+
+
+def has_ended(pid: int) -> bool:
+    """Whether there is no such process, or only its exit code is left."""
+    with suppress(psutil.NoSuchProcess):
+        return psutil.Process(pid).status() == psutil.STATUS_ZOMBIE
+    return True
+
+
+def wait_until_ended(pids: Iterable[int], timeout: float) -> list[int]:
+    """Returns those of the processes that live after the timeout."""
+    deadline = time.monotonic() + timeout
+    while (left := [pid for pid in pids if not has_ended(pid)]) and time.monotonic() < deadline:
+        time.sleep(0.05)
+    return left
 
 
 def writers_to(directory: Path) -> list[int]:

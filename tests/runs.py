@@ -10,7 +10,7 @@ from pathlib import Path
 import pyarrow.parquet as pq
 
 from rlctl.processes import free_port
-from tests.processes import Job
+from tests.processes import Job, wait_for_all
 
 #: A run of the embedded model in which π_θ differs from π_rollout: two mini-batches per batch, no warm-up.
 SMALL = (
@@ -89,8 +89,8 @@ def train_on_ranks(
     run_dir: Path, count: int, *arguments: str, before: Callable[[], None] | None = None
 ) -> Path:
     jobs = start_ranks(run_dir, count, *arguments, before=before)
-    codes = [job.wait() for job in jobs]
-    assert not any(codes), "\n".join(job.output[-4000:] for job in jobs)
+    codes = wait_for_all(jobs)
+    assert codes == [0] * count, "\n".join(job.output[-4000:] for job in jobs)
     return run_dir
 
 

@@ -13,7 +13,7 @@ from transformers import PreTrainedTokenizerFast
 from rlctl.batch import Episode, Task, Turn
 from rlctl.environment.build import EpisodeSource
 from rlctl.rollout.protocol import Request, Sampling
-from rlctl.spec.environment import EnvironmentSpec
+from rlctl.run_spec.environment import EnvironmentSpec
 
 _TEMPLATE = (
     "{% for m in messages %}<|{{ m.role }}|>{{ m.content }}<end>{% endfor %}"

@@ -14,11 +14,15 @@ KINDS: dict[str, dict[str, tuple[str, ...]]] = {
             "test_what_the_name_stands_for",
         ),
     },
-    "code of other frameworks beside ours (verl, TRL, OpenRLHF, AReaL, SkyRL)": {
+    "code of other frameworks beside ours (verl, TRL, OpenRLHF, AReaL, SkyRL, lm-evaluation-harness)": {
         "properties/test_peers.py": ("test_trl_off_policy_mask",),
         "properties/test_verl_agreement.py": ("test_probability_gap_equals_verl",),
         "unit/algos/test_agreement_with_verl.py": ("test_policy_losses",),
         "unit/prepare/test_beside_verl.py": (),
+        "unit/evaluate/test_beside_lm_eval.py": (),
+    },
+    "responses of 200,000 characters through every grader": {
+        "unit/reward/test_linear.py": ("test_every_grader_is_swept", "test_what_the_trainer_reads_itself"),
     },
     "runs killed, resumed and damaged": {
         "faults/test_killed_and_resumed.py": (
@@ -27,9 +31,40 @@ KINDS: dict[str, dict[str, tuple[str, ...]]] = {
             "test_asked_once_it_saves_and_leaves",
         ),
         "faults/test_killed_in_flight.py": (),
+        "faults/test_kinds_killed.py": (),
+        "faults/test_nothing_left.py": (),
+        "faults/test_counted.py": (),
+        "unit/track/test_edited_files.py": ("test_earlier_records_that_are_fine_are_kept",),
+        "unit/environment/test_busy_machine.py": (
+            "test_an_episode_that_hangs_still_has_a_reward_of_0",
+            "test_time_is_counted_without_waits",
+            "test_waits_are_measured_from_look_to_look",
+            "test_without_processes_nothing_waits",
+        ),
+        "unit/environment/test_no_orphans.py": (
+            "test_the_trainer_is_killed",
+            "test_one_process_of_an_environment_is_killed",
+        ),
+        "unit/rollout/test_server_orphans.py": (),
+        "unit/rollout/test_garbage_answers.py": ("test_garbage_without_end_names_the_server",),
         "faults/test_stop_signals.py": ("test_within_an_import_the_process_ends_at_once",),
         "integration/test_guardrails.py": ("test_what_was_done_is_logged_and_summed_up",),
         "integration/test_resume_on_other_ranks.py": (),
+    },
+    "directories, files and models of someone else": {
+        "faults/test_foreign_runs.py": (
+            "test_a_strangers_spec_is_read_without_running_it",
+            "test_another_user_is_asked",
+            "test_ones_own_edited_file_is_shown_as_changed",
+        ),
+        "faults/test_planted_files.py": (),
+        "faults/test_hostile_data.py": (
+            "test_one_endless_line",
+            "test_a_template_that_does_not_end",
+            "test_a_template_reaches_no_python",
+            "test_ordinary_columns_are_read_beside",
+        ),
+        "unit/engine/test_plain_state.py": ("test_a_state_with_code_is_not_converted",),
     },
     "several nodes: torchrun, Slurm, Ray, Kubernetes": {
         "integration/test_nodes.py": ("test_torchrun", "test_a_run_directory_must_be_named"),
@@ -47,10 +82,13 @@ KINDS: dict[str, dict[str, tuple[str, ...]]] = {
     "pages in Chromium": {
         "unit/evaluate/test_page.py": ("test_hostile_text_is_only_text",),
         "unit/diagnose/test_diagnosis_page.py": ("test_hostile_text_is_only_text",),
+        "unit/test_site_in_chromium.py": (),
+        "unit/test_run_page_layout.py": ("test_a_run_that_has_just_begun",),
     },
     "rollout engines: vLLM in process and as servers, planted gaps": {
         "integration/test_vllm_training.py": ("test_a_server_gets_weights_by_broadcast",),
         "integration/test_in_flight_vllm.py": (),
+        "integration/test_lockstep_vllm.py": (),
         "unit/mismatch/test_planted_causes.py": (
             "test_a_healthy_pair_is_left_alone",
             "test_wrong_temperature",
@@ -65,6 +103,10 @@ KINDS: dict[str, dict[str, tuple[str, ...]]] = {
             "test_the_cache_alone",
             "test_shares_and_intervals_are_those_of_a_ratio_of_sums",
             "test_a_step_splits_what_it_knows",
+            "test_parts_of_a_step_sum_to_the_mean_square",
+            "test_rows_are_spread_over_the_dump",
+            "test_tokens_behind_keys_and_values_of_older_weights_are_counted",
+            "test_older_weights_after_newer_ones_read_no_older_cache",
             "test_without_fresh_tokens_the_probe_is_the_engine",
             "test_truncation_is_apart_from_the_engine_only_with_a_probe",
             "test_in_bypass_mode_only_the_first_update_is_at_the_sampling_policy",
@@ -120,7 +162,10 @@ KINDS: dict[str, dict[str, tuple[str, ...]]] = {
         "integration/test_model_families.py": ("test_every_family_has_its_architecture_here",),
     },
     "installation with pip, and other Python versions": {
-        "unit/test_installation.py": ("test_installed_it_runs_and_uninstalled_it_leaves_nothing",),
+        "unit/test_installation.py": (
+            "test_installed_it_runs_and_uninstalled_it_leaves_nothing",
+            "test_the_citation_names_this_version",
+        ),
     },
     "documents as written: commands of the pages, examples": {
         "integration/test_pages.py": (
@@ -128,11 +173,35 @@ KINDS: dict[str, dict[str, tuple[str, ...]]] = {
             "test_tests_that_reasons_name_exist",
         ),
         "integration/test_examples.py": ("test_a_run_with_parts_from_files",),
+        "integration/test_data_examples.py": ("test_no_example_escapes",),
+    },
+    "every number of the spec at its extremes, and every fault of a first row": {
+        "unit/train/test_first_row.py": (
+            "test_all_errors_come_at_once_and_before_anything_starts",
+            "test_the_dry_run_is_short_and_begins_with_the_verdict",
+            "test_models_that_are_elsewhere_are_listed_as_not_checked",
+            "test_rows_that_are_not_the_first_are_read_too",
+        ),
+        "unit/run_spec/test_extreme_numbers.py": (
+            "test_a_size_at_its_extremes",
+            "test_every_number_at_a_large_one",
+            "test_sizes_that_fit",
+        ),
     },
     "golden figures, benchmarks, faults planted in whole runs, the GPU check without a GPU": {
         "unit/tiny/test_warm_start.py": ("test_the_model_of_the_other_tests_does_too",),
         "golden/test_all_runs.py": (),
         "integration/test_pathologies.py": (),
+        "integration/test_early_stop_run.py": (),
+        "integration/test_tasks.py": (
+            "test_every_task_has_a_test",
+            "test_own_rewards_read_a_csv_and_its_columns",
+            "test_every_step_is_validated_and_the_best_is_kept",
+            "test_a_mix_and_an_order",
+            "test_penalties_and_kl_are_logged",
+            "test_thoughts_are_switched_off_with_the_default_attention",
+            "test_memory_is_planned_for_another_machine",
+        ),
         "unit/bench/test_card.py": ("test_phases_are_those_of_the_run_and_of_the_plan",),
         "unit/test_gpu_offline.py": ("test_a_case_that_fails_hangs_or_lacks_memory_does_not_end_the_others",),
     },

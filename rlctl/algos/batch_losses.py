@@ -129,8 +129,8 @@ class BapoParams(LossParams):
 def _steps(start: float, stop: float, step: float) -> list[float]:
     """start, start + step, … and stop."""
     count = max(0, int((stop - start) / step + 1e-9))
-    found = [start + step * place for place in range(count + 1)]
-    return found if found[-1] >= stop - 1e-9 else [*found, stop]
+    edges = [start + step * index for index in range(count + 1)]
+    return edges if edges[-1] >= stop - 1e-9 else [*edges, stop]
 
 
 def _balanced_bounds(batch: WholeBatch, rule: LossRule) -> tuple[float, float]:

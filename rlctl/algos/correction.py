@@ -1,8 +1,8 @@
 """Rollout correction: importance weights and rejection between π_rollout and π_train.
 
 Formulas of docs/explanation/rollout-correction.md: ratio → rejection → weight → sums → normalisation →
-metrics. M sampled tokens form R responses (`CorrectionRules.unit`). Log-ratios, and sums of them, are clamped
-to ±20 before `exp`.
+metrics. M sampled tokens form R responses (`CorrectionRules.unit`). Sums are of log-ratios as they are; a
+log-ratio or a sum is clamped to ±20 before `exp`.
 """
 
 from __future__ import annotations
@@ -43,6 +43,11 @@ class LogRatio:
     def length(self) -> Tensor:
         """(R,) float64: number of tokens."""
         return self.unit.lengths.double()
+
+    @property
+    def gap(self) -> Tensor:
+        """(M,): log ρ, not clamped, of which sums are made."""
+        return self.train - self.rollout
 
     @property
     def mean(self) -> Tensor:
@@ -107,8 +112,8 @@ def correct(
         ValueError: shapes or devices differ, log-probs are not float32 or float64, or a column that a rule
             needs is missing.
     """
-    given = {"log_probs": log_probs, "rollout_log_probs": rollout_log_probs}
-    _check_inputs(given, {"advantages": advantages, "age": age}, units, rules)
+    required = {"log_probs": log_probs, "rollout_log_probs": rollout_log_probs}
+    _check_inputs(required, {"advantages": advantages, "age": age}, units, rules)
     responses, level = rules.segments(units, "sequence"), rules.segments(units, rules.weight.unit)
     gap = log_probs - rollout_log_probs
     total = responses.sum(gap)
@@ -146,21 +151,21 @@ def correct(
 
 
 def _check_inputs(
-    given: dict[str, Tensor], more: dict[str, Tensor | None], units: Units, rules: CorrectionRules
+    required: dict[str, Tensor], more: dict[str, Tensor | None], units: Units, rules: CorrectionRules
 ) -> None:
-    for name, values in given.items():
+    for name, values in required.items():
         if values.dtype not in (torch.float32, torch.float64):
-            what = f"{name} must be float32, not {values.dtype}: compute log_softmax in float32"
-            raise ValueError(f"{what}; half precision is coarser than the mismatch")
+            message = f"{name} must be float32, not {values.dtype}: compute log_softmax in float32"
+            raise ValueError(f"{message}; half precision is coarser than the mismatch")
     if missing := [name for name in rules.needs if more[name] is None]:
         raise ValueError(f"a rule of this correction needs `{missing[0]}`, and the batch has none")
-    given = given | {name: column for name, column in more.items() if column is not None}
-    for what in ("shape", "device"):
-        found = {name: getattr(column, what) for name, column in given.items()}
-        if len(set(found.values())) > 1:
-            words = ", ".join(f"{name} {tuple(x) if what == 'shape' else x}" for name, x in found.items())
-            raise ValueError(f"{what}s differ: {words}")
-    if (shape := given["log_probs"].shape) != (units.sequence.total,):
+    required = required | {name: column for name, column in more.items() if column is not None}
+    for message in ("shape", "device"):
+        each = {name: getattr(column, message) for name, column in required.items()}
+        if len(set(each.values())) > 1:
+            words = ", ".join(f"{name} {tuple(x) if message == 'shape' else x}" for name, x in each.items())
+            raise ValueError(f"{message}s differ: {words}")
+    if (shape := required["log_probs"].shape) != (units.sequence.total,):
         raise ValueError(f"{tuple(shape)} log-probs do not fit {units.sequence.total} tokens")
 
 
@@ -178,12 +183,14 @@ def _evaluated(
     registry: Registry, name: str, log_ratio: LogRatio, params: Any, rules: CorrectionRules
 ) -> Tensor:
     """Values of a registered weight or criterion: one per token or segment of its unit."""
-    part = registry.part(name)
-    given = log_ratio if is_builtin(part.function) else deepcopy(log_ratio)  # it may change its input
-    values: Tensor = part.function(given, params)
-    shape = (len(rules.segments(log_ratio.units, part.unit)),)
-    registry.check_returned(f"{name} (unit={part.unit!r})", values, shape)
-    return values if part.unit == "token" else values.double()
+    registered = registry.part(name)
+    own_log_ratio = (
+        log_ratio if is_builtin(registered.function) else deepcopy(log_ratio)
+    )  # it may change its input
+    values: Tensor = registered.function(own_log_ratio, params)
+    shape = (len(rules.segments(log_ratio.units, registered.unit)),)
+    registry.check_returned(f"{name} (unit={registered.unit!r})", values, shape)
+    return values if registered.unit == "token" else values.double()
 
 
 def _rejected(log_ratio: LogRatio, rule: RejectRule, rules: CorrectionRules) -> tuple[Tensor, Sums]:
@@ -191,7 +198,7 @@ def _rejected(log_ratio: LogRatio, rule: RejectRule, rules: CorrectionRules) -> 
     scope = rules.segments(log_ratio.units, rule.scope)
     is_reduced = rule.reduction in {"sum", "mean", "max"}
     if rule.statistic == "ratio" and rule.reduction in {"sum", "mean"}:  # in log space: geometric mean
-        values = clamped_exp(getattr(scope, rule.reduction)(log_ratio.train - log_ratio.rollout))
+        values = clamped_exp(getattr(scope, rule.reduction)(log_ratio.gap))
     else:
         values = _evaluated(REJECTION_CRITERIA, rule.statistic, log_ratio, rule.params, rules)
         values = getattr(scope, rule.reduction)(values) if is_reduced else values
@@ -316,29 +323,31 @@ def correction_metrics(sums: HostSums, rules: CorrectionRules) -> HostSums:
     """
     rule, all_tokens, all_responses = rules.weight, sums["tokens"], sums["sequences"]
     tokens, responses = sums["finite_tokens"], sums["finite_sequences"]
-    found = {
+    metrics = {
         "nonfinite_sequences": all_responses - responses,
         "saturated_sequences": sums["saturated"],
         "rollout_rs_masked_fraction": ratio(all_tokens - sums["kept_tokens"], all_tokens),
         "rollout_rs_seq_masked_fraction": ratio(all_responses - sums["whole_sequences"], all_responses),
     }
     if not tokens:
-        return {f"rollout_corr/{name}": value for name, value in found.items()}
+        return {f"rollout_corr/{name}": value for name, value in metrics.items()}
     for prefix, count in (("per_token.", tokens), ("per_response.", responses)):
-        found |= {k.removeprefix(prefix): value / count for k, value in sums.items() if k.startswith(prefix)}
+        metrics |= {
+            k.removeprefix(prefix): value / count for k, value in sums.items() if k.startswith(prefix)
+        }
     difference = Moments.read(sums, "log_ppl_diff")
-    found["log_ppl_diff"] = difference.mean
-    found |= {"log_ppl_diff_max": difference.max, "log_ppl_diff_min": difference.min}
+    metrics["log_ppl_diff"] = difference.mean
+    metrics |= {"log_ppl_diff_max": difference.max, "log_ppl_diff_min": difference.min}
     for criterion in rules.reject:
-        found |= _criterion_metrics(sums, criterion, rules)
-    found |= _weight_metrics(sums, "raw", rule, "rollout_is_raw_")
+        metrics |= _criterion_metrics(sums, criterion, rules)
+    metrics |= _weight_metrics(sums, "raw", rule, "rollout_is_raw_")
     if rule.level is not None:
-        found |= _weight_metrics(sums, "weight", rule, "rollout_is_")
+        metrics |= _weight_metrics(sums, "weight", rule, "rollout_is_")
         units = sums["raw.token.n" if rule.by_token else "raw.unit.n"]
         for side, where in (("high", "above"), ("low", "below")):
-            found[f"rollout_is_ratio_fraction_{side}"] = ratio(sums[f"weight.{where}"], units)
-            found[f"rollout_is_seq_fraction_{side}"] = ratio(sums[f"weight.sequences_{where}"], responses)
-    return {f"rollout_corr/{name}": value for name, value in found.items()} | _probability_metrics(sums)
+            metrics[f"rollout_is_ratio_fraction_{side}"] = ratio(sums[f"weight.{where}"], units)
+            metrics[f"rollout_is_seq_fraction_{side}"] = ratio(sums[f"weight.sequences_{where}"], responses)
+    return {f"rollout_corr/{name}": value for name, value in metrics.items()} | _probability_metrics(sums)
 
 
 def parts_with_nan(sums: HostSums, rules: CorrectionRules) -> list[str]:
@@ -356,26 +365,28 @@ def _weight_metrics(sums: HostSums, of: str, rule: WeightRule, prefix: str) -> H
 
     token, sequence = read("token"), read("sequence")
     unit = token if rule.by_token else read("unit")
-    found = {"mean": unit.mean, "std": unit.std, "max": unit.max, "min": unit.min}
-    found |= {"eff_sample_size": unit.ess, "eff_sample_size_token": token.ess, "seq_mean": sequence.mean}
-    found |= {"seq_std": sequence.sample_std, "seq_max": sequence.max, "seq_min": sequence.min}
-    found["seq_max_deviation"] = max(abs(sequence.max - 1.0), abs(sequence.min - 1.0))
+    metrics = {"mean": unit.mean, "std": unit.std, "max": unit.max, "min": unit.min}
+    metrics |= {"eff_sample_size": unit.ess, "eff_sample_size_token": token.ess, "seq_mean": sequence.mean}
+    metrics |= {"seq_std": sequence.sample_std, "seq_max": sequence.max, "seq_min": sequence.min}
+    metrics["seq_max_deviation"] = max(abs(sequence.max - 1.0), abs(sequence.min - 1.0))
     if rule.metrics and of == "weight":
-        found |= verl_metrics.weight_metrics(token, None if rule.by_token else Moments.read(sums, "raw.unit"))
-    return {f"{prefix}{name}": value for name, value in found.items()}
+        metrics |= verl_metrics.weight_metrics(
+            token, None if rule.by_token else Moments.read(sums, "raw.unit")
+        )
+    return {f"{prefix}{name}": value for name, value in metrics.items()}
 
 
 def _criterion_metrics(sums: HostSums, rule: RejectRule, rules: CorrectionRules) -> HostSums:
     name = f"reject.{rule.name}"
     values = Moments.read(sums, name)
-    found = {"mean": values.mean, "max": values.max, "min": values.min, "std": values.std}
+    metrics = {"mean": values.mean, "max": values.max, "min": values.min, "std": values.std}
     if rules.weight.metrics:
-        found["mean"], found["std"] = verl_metrics.criterion_moments(sums, name)
-    found["fraction_high"] = ratio(sums[f"{name}.above"], values.count)
-    found["fraction_low"] = ratio(sums[f"{name}.below"], values.count)
-    found["masked_fraction"] = ratio(sums[f"{name}.masked_tokens"], sums["finite_tokens"])
-    found["seq_masked_fraction"] = ratio(sums[f"{name}.masked_sequences"], sums["finite_sequences"])
-    return {f"rollout_rs_{rule.name}_{key}": value for key, value in found.items()}
+        metrics["mean"], metrics["std"] = verl_metrics.criterion_moments(sums, name)
+    metrics["fraction_high"] = ratio(sums[f"{name}.above"], values.count)
+    metrics["fraction_low"] = ratio(sums[f"{name}.below"], values.count)
+    metrics["masked_fraction"] = ratio(sums[f"{name}.masked_tokens"], sums["finite_tokens"])
+    metrics["seq_masked_fraction"] = ratio(sums[f"{name}.masked_sequences"], sums["finite_sequences"])
+    return {f"rollout_rs_{rule.name}_{key}": value for key, value in metrics.items()}
 
 
 def _probability_metrics(sums: HostSums) -> HostSums:

@@ -34,8 +34,10 @@ class AdvantageInputs(PartInputs):
     `places`); the columns have another one where its turns alternate between sequences.
 
     Attributes:
-        token_rewards: (M,) float32, rewards of turns at their last tokens and the rest of the score at an
+        token_rewards: (M,) float64, rewards of turns at their last tokens and the rest of the score at an
             episode's last token, minus any KL penalty.
+        rewards: (E,) float64 reward of each episode: its score minus any KL penalty. Compare these: a sum of
+            `token_rewards` is rounded.
         units: the tokens of each turn, sequence and episode.
         group_ids: (E,) int64, equal for the episodes of one prompt.
         gamma, lam: discount, and GAE's λ.
@@ -51,6 +53,7 @@ class AdvantageInputs(PartInputs):
     """
 
     token_rewards: Tensor
+    rewards: Tensor
     units: Units
     group_ids: Tensor
     gamma: float
@@ -78,11 +81,6 @@ class AdvantageInputs(PartInputs):
         return self.units.episode
 
     @property
-    def rewards(self) -> Tensor:
-        """(E,) float64 reward of each episode, the sum over all its tokens."""
-        return self.unit.sum(self.token_rewards)
-
-    @property
     def discounts(self) -> tuple[Tensor, Tensor]:
         """γ and λ, each (M,) float64, between the token before and this one; per turn, 1 within a turn."""
         places = self.units.turn.places
@@ -107,8 +105,8 @@ def estimate(name: str, inputs: AdvantageInputs) -> Estimate:
         RunFailure: the estimator returns a wrong shape, no target values for the critic, or NaN or infinite
             advantages.
     """
-    part = ADVANTAGE_ESTIMATORS.part(name)
-    found = part.function(inputs)
+    registered = ADVANTAGE_ESTIMATORS.part(name)
+    found = registered.function(inputs)
     per_episode, per_token = inputs.group_ids.shape, inputs.token_rewards.shape
     if not isinstance(found, Estimate):
         ADVANTAGE_ESTIMATORS.check_returned(name, found, per_episode)
@@ -116,14 +114,14 @@ def estimate(name: str, inputs: AdvantageInputs) -> Estimate:
     ADVANTAGE_ESTIMATORS.check_returned(name, found.advantages, per_token)
     if found.returns is not None:
         ADVANTAGE_ESTIMATORS.check_returned(f"{name} (returns)", found.returns, per_token)
-    elif "values" in part.needs:
-        what = f"advantage estimator {name} returned no target values for the critic"
+    elif "values" in registered.needs:
+        message = f"advantage estimator {name} returned no target values for the critic"
         fix = "return Estimate(advantages, returns)"
-        raise RunFailure(what, where=ADVANTAGE_ESTIMATORS.key, fix=fix)
+        raise RunFailure(message, where=ADVANTAGE_ESTIMATORS.key, fix=fix)
     num_bad = int(inputs.unit.any(~found.advantages.isfinite()).sum())
     if num_bad:
-        what = f"advantage estimator {name} gives NaN or infinite advantages to {num_bad} episodes"
-        raise RunFailure(what, fix="for example, do not divide by a deviation of 0")
+        message = f"advantage estimator {name} gives NaN or infinite advantages to {num_bad} episodes"
+        raise RunFailure(message, fix="for example, do not divide by a deviation of 0")
     return replace(found, advantages=found.advantages.float())
 
 
@@ -257,7 +255,7 @@ def weighted_baseline(inputs: AdvantageInputs, weights: Tensor) -> Tensor:
     Args:
         weights: (E,) c ≥ 0.
     """
-    rewards, weights = inputs.rewards, weights.double()
+    rewards, weights = inputs.rewards.double(), weights.double()
     weighted, total = (group_sums(x, inputs.group_ids) for x in (rewards * weights, weights))
     advantages = without_rounding(rewards - weighted / total.where(total > 0, 1.0), rewards)
     return torch.where(total > 0, advantages, 0.0).float()
@@ -320,7 +318,7 @@ def optimal_token_baseline(inputs: AdvantageInputs) -> Estimate:
     """
     unit, group_ids = inputs.unit, inputs.group_ids
     norms = known(inputs.score_norms).double().clamp(min=0.0)  # ≥ 0 except for rounding
-    plain = reward_to_go(inputs.token_rewards, unit, 1.0).double()
+    plain = reward_to_go(inputs.token_rewards, unit, 1.0)
     returns, energy, present = (unit.padded(x) for x in (plain, unit.cumsum(norms), torch.ones_like(norms)))
     weighted, total, alive = (group_sums(x, group_ids) for x in (energy * returns, energy, present))
     compared = (alive > 1) & (total > 0)
@@ -343,10 +341,10 @@ def gae(inputs: AdvantageInputs) -> Estimate:
     """
     values = known(inputs.values)
     plain, returns = gae_recursion(inputs.token_rewards, values, inputs.unit, *inputs.discounts)
-    return Estimate(whiten(plain), returns)
+    return Estimate(whiten(plain), returns.float())
 
 
-# --- recurrences, and statistics of whole columns (M,); results are float32 --------------------------
+# --- recurrences, and statistics of whole columns (M,) ------------------------------------------------
 
 
 def gae_recursion(
@@ -367,7 +365,7 @@ def gae_recursion(
         lam: λ; 1 uses all later rewards and no later value, 0 uses the next value only. A column as `gamma`.
 
     Returns:
-        advantages (M,), not whitened; and returns (M,) A_t + V_t, the critic's target values.
+        advantages (M,), not whitened; and returns (M,) A_t + V_t, the critic's target values; float64.
     """
     rewards, values = rewards.double(), values.double()
     discounts, traces = (torch.zeros_like(values) + rate for rate in (gamma, lam))
@@ -380,12 +378,12 @@ def gae_recursion(
         later_advantage = delta + later_trace * later_advantage
         later_value, later_discount, later_trace = value, discount, trace
         advantages.append(later_advantage)
-    found = unit.flat(torch.stack(advantages[::-1], 1)) if advantages else torch.zeros_like(values)
-    return found.float(), (found + values).float()
+    flat_advantages = unit.flat(torch.stack(advantages[::-1], 1)) if advantages else torch.zeros_like(values)
+    return flat_advantages, flat_advantages + values
 
 
 def reward_to_go(rewards: Tensor, unit: Segments, gamma: Tensor | float) -> Tensor:
-    """(M,) discounted sum of this and all later rewards, G_t = r_t + γ·G_{t+1}; see `gae_recursion`.
+    """(M,) float64 discounted sum of this and all later rewards, G_t = r_t + γ·G_{t+1}; see `gae_recursion`.
 
     Source: Hu et al. 2025, "REINFORCE++" (whitened over the batch, it is that estimator's advantage).
     """

@@ -92,9 +92,9 @@ def kl_estimate(kind: str, log_probs: Tensor, ref_log_probs: Tensor) -> Tensor:
     Raises:
         RunFailure: the estimator returns no tensor of that shape.
     """
-    found: Tensor = KL_ESTIMATORS[kind](log_probs, ref_log_probs, None, None)
-    KL_ESTIMATORS.check_returned(kind, found, tuple(log_probs.shape))
-    return found
+    values: Tensor = KL_ESTIMATORS[kind](log_probs, ref_log_probs, None, None)
+    KL_ESTIMATORS.check_returned(kind, values, tuple(log_probs.shape))
+    return values
 
 
 def kl_loss(
@@ -111,15 +111,15 @@ def kl_loss(
     Raises:
         RunFailure: the estimator returns no tensor of that shape, or one without gradient.
     """
-    given = (widened(x) for x in (log_probs, ref_log_probs.detach(), rollout_log_probs.detach()))
-    found: Tensor = KL_ESTIMATORS[kind](*given, unit)
-    KL_ESTIMATORS.check_returned(kind, found, tuple(log_probs.shape))
-    KL_ESTIMATORS.check_gradient(kind, found, log_probs, "log_probs")
-    return found
+    widened_inputs = (widened(x) for x in (log_probs, ref_log_probs.detach(), rollout_log_probs.detach()))
+    values: Tensor = KL_ESTIMATORS[kind](*widened_inputs, unit)
+    KL_ESTIMATORS.check_returned(kind, values, tuple(log_probs.shape))
+    KL_ESTIMATORS.check_gradient(kind, values, log_probs, "log_probs")
+    return values
 
 
-def top_k_kl(log_probs: Tensor, teacher_log_probs: Tensor) -> Tensor:
-    """(m,): reverse KL(π_θ ‖ teacher) of each token's distribution, with gradient, of the listed tokens and a
+def top_k_kl(log_probs: Tensor, other_log_probs: Tensor) -> Tensor:
+    """(m,): reverse KL(π_θ ‖ other) of each token's distribution, with gradient, of the listed tokens and a
     bucket for all others.
 
     Merging tokens into a bucket never increases a KL (log-sum inequality; Cover and Thomas 2006, theorem
@@ -127,10 +127,10 @@ def top_k_kl(log_probs: Tensor, teacher_log_probs: Tensor) -> Tensor:
     gradient is that of the bound, given the preceding tokens, whichever policy sampled them.
 
     Args:
-        log_probs, teacher_log_probs: (m, K + 1) nats, of the same K tokens and of the bucket.
+        log_probs, other_log_probs: (m, K + 1) nats, of the same K tokens and of the bucket.
     """
-    new, given = widened(log_probs), widened(teacher_log_probs.detach())
-    gaps = (new - given).where(given > _IMPOSSIBLE, 0.0)  # an empty bucket; a token that truncation left out
+    new, other = widened(log_probs), widened(other_log_probs.detach())
+    gaps = (new - other).where(other > _IMPOSSIBLE, 0.0)  # an empty bucket; a token that truncation left out
     return (new.exp() * gaps).sum(-1)
 
 

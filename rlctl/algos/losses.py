@@ -116,16 +116,16 @@ def clamped_exp(log_weight: Tensor) -> Tensor:
 
 def _check_returned(loss: object, log_probs: Tensor, name: str) -> None:
     if not isinstance(loss, TokenLoss):
-        what, fix = f"policy loss {name} returned {type(loss).__name__}", "return TokenLoss(values)"
-        raise RunFailure(what, where=POLICY_LOSSES.key, fix=fix)
+        message, fix = f"policy loss {name} returned {type(loss).__name__}", "return TokenLoss(values)"
+        raise RunFailure(message, where=POLICY_LOSSES.key, fix=fix)
     POLICY_LOSSES.check_returned(name, loss.values, tuple(log_probs.shape))
     for field in ("clipped", "clipped_lower"):
         mask = getattr(loss, field)
         if mask is not None:
             POLICY_LOSSES.check_returned(f"{name} ({field})", mask, tuple(log_probs.shape))
             if mask.dtype != torch.bool:
-                what, fix = f"policy loss {name} returned {field} as {mask.dtype}", "return bool, or None"
-                raise RunFailure(what, where=POLICY_LOSSES.key, fix=fix)
+                message, fix = f"policy loss {name} returned {field} as {mask.dtype}", "return bool, or None"
+                raise RunFailure(message, where=POLICY_LOSSES.key, fix=fix)
     POLICY_LOSSES.check_gradient(name, loss.values, log_probs, "inputs.log_probs")
 
 

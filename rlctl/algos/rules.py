@@ -1,7 +1,7 @@
 """Correction rules in the internal form that the algorithms use.
 
-`rlctl.spec` translates the user's settings (either dialect) into these records; code below the spec does not
-depend on dialects. Imports no torch, so that a dry run can print bands of ρ.
+`rlctl.run_spec` translates the user's settings (either dialect) into these records; code below the spec does
+not depend on dialects. Imports no torch, so that a dry run can print bands of ρ.
 
 Notation: ρ_t = π_train(t) / π_rollout(t), per token; r = log ρ.
 """

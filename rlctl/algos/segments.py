@@ -74,8 +74,8 @@ class Segments:
     @cached_property
     def places(self) -> Tensor:
         """(M,) int64: position of each entry within its segment, from 0."""
-        found = torch.arange(self.total, device=self.lengths.device) - self.spread(self.starts)
-        return found if self.order is None else torch.empty_like(found).scatter_(0, self.order, found)
+        values = torch.arange(self.total, device=self.lengths.device) - self.spread(self.starts)
+        return values if self.order is None else torch.empty_like(values).scatter_(0, self.order, values)
 
     def _reduced(self, values: Tensor, how: str) -> Tensor:
         if len(values) != self.total:
@@ -121,8 +121,8 @@ class Segments:
     def entries_of(self, chosen: Tensor) -> Tensor:
         """(m,) int64: indices of all entries of the chosen segments (k,) int64, in that order."""
         lengths = self.lengths[chosen]
-        found = Segments(lengths)
-        return found.spread(self.starts[chosen]) + found.places
+        values = Segments(lengths)
+        return values.spread(self.starts[chosen]) + values.places
 
     def kept(self, mask: Tensor) -> Segments:
         """The segments of the column `values[mask]`, mask (M,) bool."""
@@ -171,6 +171,12 @@ class Units:
 
         A turn whose tokens are in several sequences is one turn in each of them. Episodes have the order of
         sampling, which is not that of the columns where an episode's turns alternate between sequences.
+
+        Example: an episode whose turns 0 and 2 are in its first sequence, turn 1 in its second:
+
+            column   0 1 2 3 4
+            turns    0 0 2 1 1
+            order    0 1 3 4 2    `order[k]`: column of the k-th sampled token; read by `cumsum` and `places`
         """
         inside, of = sequence.index, episode.index
         starts = torch.ones_like(inside, dtype=torch.bool)
@@ -188,8 +194,8 @@ class Units:
 
     def of(self, level: str) -> Segments:
         """The segments of `token`, `turn`, `sequence` or `episode`."""
-        found: Segments = getattr(self, level)
-        return found
+        segments: Segments = getattr(self, level)
+        return segments
 
     def present(self) -> Units:
         """The segments that are not empty."""

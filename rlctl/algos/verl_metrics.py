@@ -39,5 +39,5 @@ def weight_metrics(token: Moments, raw: Moments | None) -> HostSums:
         token: of the bounded weights, over tokens.
         raw: of the sequences' weights before the bound; None at token level.
     """
-    found = {"mean": token.mean, "std": token.std, "eff_sample_size": token.ess}
-    return found | ({"max": raw.max, "min": raw.min} if raw else {})
+    metrics = {"mean": token.mean, "std": token.std, "eff_sample_size": token.ess}
+    return metrics | ({"max": raw.max, "min": raw.min} if raw else {})

@@ -1,10 +1,11 @@
 """Importance weights and rejection criteria: functions of the ratios ρ_t, registered by name.
 
-Every weight is `weight(log_ratio, params) -> log w`: `rlctl.algos.correction` clamps log w to ±20, takes
-`exp`, applies bound and rejection, and computes the normalisation factor. Every criterion is
-`criterion(log_ratio, params) -> values`: `rlctl.algos.correction` compares the values with the bounds and
-rejects the token or the sequence. Both return (M,) with `unit="token"`, else one float64 per segment of their
-`unit`: `turn`, `sequence` (a response) or `episode`. `log_ratio` is a `LogRatio`; responses are independent.
+Every weight is `weight(log_ratio, params) -> log w`, from sums of log-ratios as they are (`gap`):
+`rlctl.algos.correction` clamps log w to ±20, takes `exp`, applies bound and rejection, and computes the
+normalisation factor. Every criterion is `criterion(log_ratio, params) -> values`: `rlctl.algos.correction`
+compares the values with the bounds and rejects the token or the sequence. Both return (M,) with
+`unit="token"`, else one float64 per segment of their `unit`: `turn`, `sequence` (a response) or `episode`.
+`log_ratio` is a `LogRatio`; responses are independent.
 """
 
 from __future__ import annotations
@@ -61,7 +62,7 @@ def turn(log_ratio: LogRatio, params: Any) -> Tensor:
 
     With one turn per response it is `sequence`.
     """
-    return log_ratio.units.turn.sum(log_ratio.train - log_ratio.rollout)
+    return log_ratio.units.turn.sum(log_ratio.gap)
 
 
 @CORRECTION_WEIGHTS.register(
@@ -74,7 +75,7 @@ def turn(log_ratio: LogRatio, params: Any) -> Tensor:
 )
 def episode(log_ratio: LogRatio, params: Any) -> Tensor:
     """w = Π ρ_t over all sequences of an episode, however its tokens are divided among them."""
-    return log_ratio.units.episode.sum(log_ratio.train - log_ratio.rollout)
+    return log_ratio.units.episode.sum(log_ratio.gap)
 
 
 @CORRECTION_WEIGHTS.register(
@@ -101,7 +102,7 @@ def prefix(log_ratio: LogRatio, params: Any) -> Tensor:
 
     With one advantage per response it is biased, because the tokens after t are sampled from π_rollout.
     """
-    return log_ratio.unit.cumsum(log_ratio.token)
+    return log_ratio.unit.cumsum(log_ratio.gap)
 
 
 class SelectiveParams(BaseModel, extra="forbid"):

@@ -20,7 +20,16 @@ from typing import Annotated, Any, NoReturn
 import typer
 
 from rlctl.cli import environment, prepare_data, presets
-from rlctl.cli.command import PLAIN, Command, CommandWithSubcommands, Group, SpecCommand, echo
+from rlctl.cli.command import (
+    PLAIN,
+    Command,
+    CommandWithSubcommands,
+    Group,
+    Root,
+    SpecCommand,
+    WordsCommand,
+    echo,
+)
 from rlctl.cli.convert import import_config
 from rlctl.cli.diagnose import diagnose
 from rlctl.cli.diagnose_mismatch import mismatch
@@ -37,6 +46,7 @@ from rlctl.cli.samples import samples
 from rlctl.cli.train import train
 from rlctl.cli.watch import watch
 from rlctl.errors import EnvironmentFailure, RlctlError, RunFailure, UsageError, memory_failure
+from rlctl.extras import missing_package
 
 #: Error numbers of a disk that is full, or of a place that cannot be written, which are no bugs.
 _DISK_ERRORS = {
@@ -61,33 +71,33 @@ _REMOVED = {
 app = typer.Typer(
     name="rlctl",
     help=(
-        "Train language models with reinforcement learning. Measure, correct and explain the mismatch "
-        "between the rollout policy and the training policy.\n\n"
-        "Start here, without a download or a GPU (--dry-run only shows what would run):\n\n"
+        "Train language models with reinforcement learning. First, with no download:\n\n"
         "rlctl train --preset rloo-seq-is"
     ),
-    epilog="rlctl COMMAND --help shows examples of a command.",
+    epilog=(
+        "rlctl COMMAND --help shows examples. Options: --version, --help, and for completion in your shell "
+        "--install-completion, --show-completion."
+    ),
     no_args_is_help=True,
     pretty_exceptions_enable=False,
-    cls=Group,
+    cls=Root,
     **PLAIN,
 )
 _EVALUATE = CommandWithSubcommands.of(compare=compare_evaluations, list=list_benchmarks)
 _DIAGNOSE = CommandWithSubcommands.of(mismatch=mismatch)
 #: Heading in the help → (name, function or app of subcommands, class).
 _COMMANDS: dict[str, list[tuple[str, Any, Any]]] = {
-    "Train": [("train", train, SpecCommand), ("export", export, Command)],
-    "Data": [
-        *(("prepare-data", prepare_data.app, Group), ("reward", reward, Command)),
-        ("environment", environment.app, Group),
+    "Train": [
+        *(("train", train, SpecCommand), ("reward", reward, Command)),
+        *(("environment", environment.app, Group), ("prepare-data", prepare_data.app, Group)),
     ],
-    "Evaluate": [("evaluate", evaluate, _EVALUATE)],
-    "Inspect": [
+    "Look at runs": [
         *(("runs", runs, Command), ("watch", watch, Command), ("samples", samples, Command)),
         *(("report", report, Command), ("diagnose", diagnose, _DIAGNOSE)),
     ],
-    "Configure": [
-        *(("presets", presets.app, Group), ("explain", explain, Command)),
+    "Use the model": [("evaluate", evaluate, _EVALUATE), ("export", export, Command)],
+    "Look things up": [
+        *(("presets", presets.app, Group), ("explain", explain, WordsCommand)),
         *(("import", import_config, Command), ("doctor", doctor, Command)),
     ],
 }
@@ -166,8 +176,8 @@ def run(arguments: list[str]) -> int:
             try:
                 Path.cwd()
             except FileNotFoundError:
-                what, fix = "the working directory no longer exists", "cd into another directory"
-                raise EnvironmentFailure(what, fix=fix) from None
+                message, fix = "the working directory no longer exists", "cd into another directory"
+                raise EnvironmentFailure(message, fix=fix) from None
             for old, new in _RENAMED.items():
                 if tuple(arguments[: len(old)]) == old:
                     echo(f"note: `rlctl {' '.join(old)}` is now `rlctl {' '.join(new)}`", err=True)
@@ -184,7 +194,7 @@ def run(arguments: list[str]) -> int:
     except KeyboardInterrupt:
         return 130
     except Exception as error:
-        if failure := error if isinstance(error, RlctlError) else memory_failure(error):
+        if failure := _failure_of(error):
             from rlctl.cli.output import print_error
 
             print_error(failure)
@@ -196,6 +206,11 @@ def run(arguments: list[str]) -> int:
         _report_bug(error)
         return 1
     return 0
+
+
+def _failure_of(error: Exception) -> RlctlError | None:
+    """The failure to print; None: another error of the disk, of user code, or a bug."""
+    return error if isinstance(error, RlctlError) else missing_package(error) or memory_failure(error)
 
 
 def _show_warning(

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from _typeshed import DataclassInstance
 
     from rlctl.registry import Registry
-    from rlctl.spec.run_spec import RunSpec
+    from rlctl.run_spec.run_spec import RunSpec
 
 Request = TypeVar("Request", bound="DataclassInstance")
 
@@ -28,6 +28,13 @@ Request = TypeVar("Request", bound="DataclassInstance")
 RUNS = Path("runs")
 #: An option for a positive integer.
 count_option = partial(typer.Option, min=1, metavar="N")
+
+
+def default_option(metavar: str, help: str, default: str, *names: str, **more: Any) -> Any:  # noqa: A002
+    """An option whose default, in words, depends on other things; `more` as in `typer.Option`."""
+    return typer.Option(*names, metavar=metavar, help=help, show_default=default, **more)
+
+
 #: An option for the file or directory that a command writes.
 output_option = partial(typer.Option, "--output", "-o", "--out")
 #: Option of every command whose results can be read by programs.
@@ -100,6 +107,15 @@ class Command(_Help, TyperCommand):
         return super().parse_args(ctx, words + args[end:])
 
 
+class WordsCommand(Command):
+    """A command whose arguments are words: an unknown option is the name of one, such as `--init_kl_coef`."""
+
+    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
+        """Parses the arguments; next to `--format` an unknown option is a mistake."""
+        ctx.ignore_unknown_options = not any(word.startswith("--format") for word in args)
+        return super().parse_args(ctx, args)
+
+
 class SpecCommand(Command):
     """A command that takes keys of the spec; the error of an unknown option names the key that is meant."""
 
@@ -115,7 +131,7 @@ class SpecCommand(Command):
             option = str(getattr(error, "option_name", ""))
             if not hasattr(error, "possibilities"):  # the option exists, but its value is missing
                 raise
-            from rlctl.spec.keys import advice_for, known_leaves
+            from rlctl.run_spec.keys import advice_for, known_leaves
 
             name = option.lstrip("-").replace("-", "_")
             is_key = any(f".{key}".endswith(f".{name}") for key in known_leaves())
@@ -125,8 +141,8 @@ class SpecCommand(Command):
             value = re.match(r"[= ]?([^\s-]\S*)", after)
             given = value[1] if value else "VALUE"
             fix = re.sub("`([a-z_.]+)`", lambda key: f"`{key[1]}={given}`", advice, count=1)
-            what = f"no such option: {option}"
-            raise UsageError(what, fix=f"{fix} Keys of the spec take no dashes") from None
+            message = f"no such option: {option}"
+            raise UsageError(message, fix=f"{fix} Keys of the spec take no dashes") from None
 
 
 class Group(_Help, TyperGroup):
@@ -134,13 +150,29 @@ class Group(_Help, TyperGroup):
 
     def format_options(self, ctx: Any, formatter: Any) -> None:
         """Formats the commands with the first paragraphs of their help, then the options."""
+        _write(formatter, self._panels())
+        super().format_options(ctx, formatter)
+
+    def _panels(self) -> dict[str, list[tuple[str, str]]]:
+        """Heading → names of commands and the first paragraphs of their help."""
         panels: dict[str, list[tuple[str, str]]] = {}
         width = max(map(len, self.commands))
         for name, command in self.commands.items():
             row = (name.ljust(width), _first_paragraph(command.help))
             panels.setdefault(str(getattr(command, "rich_help_panel", None) or "Commands"), []).append(row)
-        _write(formatter, panels)
-        super().format_options(ctx, formatter)
+        return panels
+
+
+class Root(Group):
+    """The group of all commands: its help fits one screen, so the epilog names the few options."""
+
+    def format_options(self, ctx: Any, formatter: Any) -> None:
+        """Formats the commands under their headings, without blank lines between these."""
+        formatter.write_paragraph()
+        for heading, rows in self._panels().items():
+            formatter.write(f"{heading}:\n")
+            with formatter.indentation():
+                formatter.write_dl(rows)
 
 
 class CommandWithSubcommands(Command):
@@ -222,7 +254,7 @@ def as_json(document: object) -> str:
 
 def complete_preset(incomplete: str) -> list[tuple[str, str]]:
     """Shell completion: presets whose names begin with the text, with their descriptions."""
-    from rlctl.spec.sources import all_presets
+    from rlctl.run_spec.sources import all_presets
 
     found = all_presets().values()
     return [(each.name, each.description) for each in found if each.name.startswith(incomplete)]
@@ -230,7 +262,7 @@ def complete_preset(incomplete: str) -> list[tuple[str, str]]:
 
 def complete_key(incomplete: str) -> list[str]:
     """Keys that begin with the text."""
-    from rlctl.spec.keys import known_leaves
+    from rlctl.run_spec.keys import known_leaves
 
     return [key for key in known_leaves() if key.startswith(incomplete)]
 
@@ -262,27 +294,41 @@ def run_or_model(name: str) -> str:
     return str(path) if path.is_dir() else name
 
 
-def spec_named(what: str, parts: Registry, overrides: Sequence[str] = ()) -> RunSpec:
+def spec_named(
+    name_or_path: str, parts: Registry, overrides: Sequence[str] = (), *, trust: bool = False
+) -> RunSpec:
     """The spec that `what` names: a file, run directory or preset; or a default spec with this part.
 
     Raises:
-        UsageError: it is neither.
+        UsageError: it is neither, or a run directory with code that this user has not allowed.
     """
-    from rlctl.spec.load import LEFT_TO_THE_USER, RUN_SPEC_FILE, load_spec
-    from rlctl.spec.sources import all_presets
+    from rlctl.run_spec.load import LEFT_TO_THE_USER, RUN_SPEC_FILE, load_spec
+    from rlctl.run_spec.sources import all_presets
 
-    path = Path(what)
-    if what in set(parts) or ":" in what:
-        return load_spec(overrides=[f"{parts.key}={what}", *overrides], left_open=LEFT_TO_THE_USER).spec
+    path = Path(name_or_path)
+    if name_or_path in set(parts) or ":" in name_or_path:
+        return load_spec(
+            overrides=[f"{parts.key}={name_or_path}", *overrides], left_open=LEFT_TO_THE_USER
+        ).spec
     if (path / RUN_SPEC_FILE).is_file():
+        from rlctl.track.trust import require_permission_of_run
+
+        require_permission_of_run(path, trust=trust)
         path /= RUN_SPEC_FILE
-    if path.is_file() or what in all_presets():
+    if path.is_file() or name_or_path in all_presets():
         return load_spec([str(path)], overrides=overrides, left_open=LEFT_TO_THE_USER).spec
     fix = f"name a YAML file, a run directory, a preset, file.py:NAME, or {', '.join(parts)}"
     article = "an" if parts.kind[0] in "aeiou" else "a"
-    raise UsageError(f"neither a spec nor {article} {parts.kind}", where=what, fix=fix)
+    raise UsageError(f"neither a spec nor {article} {parts.kind}", where=name_or_path, fix=fix)
 
 
+#: Permission of this user for the code that a directory names.
+Trust = Annotated[
+    bool,
+    typer.Option(
+        "--trust", help="Run the code that the directory names, although no run of yours has written it."
+    ),
+]
 #: The presets of commands that train.
 Presets = Annotated[
     list[str] | None,
@@ -294,8 +340,20 @@ Presets = Annotated[
         autocompletion=complete_preset,
     ),
 ]
-RUN_HELP = "A run directory, or a part of its name that no other run below runs/ has"
-#: The run directory of commands about one run.
-RunDirectory = Annotated[
-    Path, typer.Argument(metavar="RUN", help=f"{RUN_HELP}.", autocompletion=complete_run, parser=run_path)
+#: A step of a run, see `rlctl.track.open_run.chosen_step`.
+Step = Annotated[
+    str | None,
+    typer.Option(
+        "--step",
+        "-s",
+        metavar="N|best",
+        help="Which step; best: of the best validation.",
+        show_default="the newest",
+    ),
 ]
+#: How arguments and options read a run directory.
+RUN: dict[str, Any] = {"metavar": "RUN", "autocompletion": complete_run, "parser": run_path}
+_RUN_HELP = "A run directory, or a part of its name that no other run below runs/ has."
+#: The run directory of commands about one run, and those of commands about several.
+RunDirectory = Annotated[Path, typer.Argument(help=_RUN_HELP, **RUN)]
+RunDirectories = Annotated[list[Path], typer.Argument(help=_RUN_HELP, **RUN)]

@@ -34,11 +34,13 @@ def import_config(
     ] = None,
     output_format: Format = "text",
 ) -> None:
-    """Translate another framework's launch script or configuration into a spec.
+    """Translate another framework's launch script into a spec.
 
     Reads verl, TRL, OpenRLHF and slime. The file is not executed. Every key is listed:
     translated with the same meaning, translated with a different one (and what differs), not supported, or
-    unknown. Defaults of the framework that differ from rlctl's are written into the spec.
+    unknown. What the file does not determine is ???. Defaults of the framework that differ from rlctl's
+    are written into the spec. Functions of a script that an import of it would not give without training
+    are copied to a file beside the spec.
 
       rlctl import run_grpo.sh --set MODEL=Qwen/Qwen3-4B --output grpo.yaml
 
@@ -49,12 +51,21 @@ def import_config(
     from rlctl.convert.source import read
     from rlctl.convert.translate import translate
 
+    functions = output and output.with_name(f"{output.stem}_functions.py")
     result = translate(
-        read(file, framework=framework, environment=_variables(variables or []), arguments=arguments or [])
+        read(
+            file,
+            framework=framework,
+            environment=_variables(variables or []),
+            arguments=arguments or [],
+            functions=functions,
+        )
     )
     text = conversion_report.spec_yaml(result, file.name)
     if output is not None:
         write_file(output, text)
+        if result.functions:
+            write_file(*result.functions)
     if output_format == "json":
         echo(as_json(conversion_report.document(result, text)), nl=False)
         return
@@ -64,7 +75,10 @@ def import_config(
         for row in below:
             echo(f"  {row}" if isinstance(row, str) else conversion_report.as_text(row))
     check = f"check it with: rlctl train --spec {output} --dry-run"
-    echo(f"\n{text.rstrip()}" if output is None else f"{output} written; {check}")
+    if result.functions and output is None:
+        echo(f"\n{result.functions[0]}, which --output writes too\n{result.functions[1]}")
+    both = f"{output} and {result.functions[0].name}" if result.functions else output
+    echo(f"\n{text.rstrip()}" if output is None else f"{both} written; {check}")
 
 
 def _variables(given: list[str]) -> dict[str, str]:

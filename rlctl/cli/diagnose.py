@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Literal
 
 import typer
 
-from rlctl.cli.command import Out, echo, refuse_options, run_path
+from rlctl.cli.command import Out, Trust, echo, refuse_options, run_path
 from rlctl.errors import UsageError
 
 if TYPE_CHECKING:
@@ -82,6 +82,14 @@ def diagnose(
             "log-ratio consists of.",
         ),
     ] = False,
+    sampler_test: Annotated[
+        bool,
+        typer.Option(
+            "--sampler-test",
+            help="Test with a run's rollouts, or a Parquet file with both log-probs per token, whether the "
+            "sampler drew its tokens with the log-probs that it reports.",
+        ),
+    ] = False,
     plan: Annotated[
         bool,
         typer.Option(
@@ -90,8 +98,9 @@ def diagnose(
             "by number of replicas.",
         ),
     ] = False,
+    trust: Trust = False,
 ) -> None:
-    """Report the faults of a run, their causes, and spec changes to try.
+    """Report faults of a run, their causes, and settings to try.
 
     rlctl diagnose runs/rlctl/rloo-seq-is-20260101-120000
 
@@ -103,6 +112,8 @@ def diagnose(
 
     rlctl diagnose RUN --who-sampled
 
+    rlctl diagnose RUN --sampler-test
+
     rlctl diagnose RUN --plan
 
     kubectl logs trainer | rlctl diagnose - --fail-on critical
@@ -111,17 +122,23 @@ def diagnose(
     """
     if not paths:
         raise UsageError("no log is given", where="rlctl diagnose", fix="name a run directory, or a log")
-    questions = {"--what-if": what_if, "--who-sampled": who_sampled, "--plan": plan}
+    questions = {
+        "--what-if": what_if,
+        "--who-sampled": who_sampled,
+        "--sampler-test": sampler_test,
+        "--plan": plan,
+    }
     if asked := [option for option, is_asked in questions.items() if is_asked]:
         from rlctl.cli.diagnose_questions import ask
 
         if len(asked) > 1:
-            what = "these are different questions"
-            raise UsageError(what, where=" ".join(asked), fix=f"give one of {', '.join(asked)}")
-        refused = ("rules", "fix", "map_", "reader", *(() if who_sampled else ("fail_on",)))
+            message = "these are different questions"
+            raise UsageError(message, where=" ".join(asked), fix=f"give one of {', '.join(asked)}")
+        refused = ("rules", "fix", "map_", "reader", *(() if who_sampled or sampler_test else ("fail_on",)))
         refuse_options(context, refused, f"applies to findings, and {asked[0]} computes none")
-        answers = ask(asked[0], paths, output_format, out)
+        answers = ask(asked[0], paths, output_format, out, trust=trust)
         raise typer.Exit(3 if fail_on and any(answer.fault for answer in answers) else 0)
+    refuse_options(context, ["trust"], "applies to --what-if and --who-sampled; without them no code runs")
     _check(paths, output_format, out, fix)
     from rlctl.diagnose.readers.reader_files import BUILT_IN
     from rlctl.diagnose.rule import all_rules, examine, metrics_read
@@ -130,18 +147,37 @@ def diagnose(
     applied = all_rules(own)
     wanted = metrics_read(own, with_others=output_format == "html")
     readers = BUILT_IN.with_files(reader or (), map_ or ())
-    diagnoses = [examine(run, applied) for run in _read_all(paths, wanted, readers)]
+    unreadable: list[UsageError] = []
+    diagnoses = [examine(run, applied) for run in _read_all(paths, wanted, readers, unreadable)]
+    if not diagnoses:
+        _report(unreadable[:-1])
+        raise unreadable[-1]
     if fix is not None:
         _check_fix(fix, len(diagnoses))  # a path may hold several runs
     _write(diagnoses, output_format, out)
     if fix is not None:
         _write_fix(diagnoses[0], fix)
+    _report(unreadable)
     if fail_on and any(diagnosis.reaches(fail_on) for diagnosis in diagnoses):
         raise typer.Exit(3)
+    if unreadable:
+        raise typer.Exit(2)
 
 
-def _read_all(paths: Sequence[Path], wanted: frozenset[str], readers: Readers) -> Iterator[RunLog]:
-    """Reads the runs at all paths one by one; says on a terminal what is being read."""
+def _report(errors: Sequence[UsageError]) -> None:
+    from rlctl.cli.output import print_error
+
+    for error in errors:
+        print_error(error)
+
+
+def _read_all(
+    paths: Sequence[Path], wanted: frozenset[str], readers: Readers, unreadable: list[UsageError]
+) -> Iterator[RunLog]:
+    """Reads the runs at all paths one by one; says on a terminal what is being read.
+
+    The error of each path or log that cannot be read is added to `unreadable`.
+    """
     from rich.text import Text
 
     from rlctl.diagnose.diagnosis_report import visible
@@ -152,7 +188,10 @@ def _read_all(paths: Sequence[Path], wanted: frozenset[str], readers: Readers) -
     for path in paths:
         is_pasted = path == STDIN  # a spinner would disturb it
         with nullcontext() if is_pasted else Console(stderr=True).status(Text(visible(f"reading {path}"))):
-            yield from read_runs(path, wanted, readers)
+            try:
+                yield from read_runs(path, wanted, readers, unreadable.append)
+            except UsageError as error:
+                unreadable.append(error)
 
 
 def _check(paths: Sequence[Path], output_format: DiagnosisFormat, out: Path | None, fix: Path | None) -> None:
@@ -171,8 +210,8 @@ def _check(paths: Sequence[Path], output_format: DiagnosisFormat, out: Path | No
 def _check_fix(fix: Path, num_runs: int) -> None:
     """Refuses to fix several runs, and to overwrite a file."""
     if num_runs > 1:
-        what = f"--fix writes the spec of one run, but {num_runs} are given"
-        raise UsageError(what, where="--fix", fix="give one run")
+        message = f"--fix writes the spec of one run, but {num_runs} are given"
+        raise UsageError(message, where="--fix", fix="give one run")
     from rlctl.diagnose.spec_patch import check_free
 
     check_free(fix)
@@ -187,8 +226,8 @@ def _write(diagnoses: list[Diagnosis], output_format: DiagnosisFormat, out: Path
     def text(console: Console) -> None:
         if len(diagnoses) > 1:
             print_overview(console, diagnoses)
-        for place, diagnosis in enumerate(diagnoses):
-            console.print(end="\n" * (place or len(diagnoses) > 1))
+        for index, diagnosis in enumerate(diagnoses):
+            console.print(end="\n" * (index or len(diagnoses) > 1))
             print_diagnosis(console, diagnosis)
 
     pages = {"markdown": partial(as_markdown, diagnoses), "html": partial(diagnosis_page, diagnoses)}

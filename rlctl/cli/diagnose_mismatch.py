@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Annotated, Literal
 
 import typer
 
-from rlctl.cli.command import Format, Out, request
+from rlctl.cli.command import Format, Out, Trust, default_option, request
 
 if TYPE_CHECKING:
     from rlctl.mismatch.mismatch_run import MismatchReport
@@ -21,10 +21,8 @@ def mismatch(
     ] = "embedded",
     engine: Annotated[
         str | None,
-        typer.Option(
-            metavar="NAME|FILE",
-            help="Engine that samples: hf, vllm, or FILE.py:FUNCTION.",
-            show_default="the run's, or hf",
+        default_option(
+            "NAME|FILE", "Engine that samples: hf, vllm, or FILE.py:FUNCTION.", "the run's, or hf"
         ),
     ] = None,
     engine_dtype: Annotated[
@@ -33,16 +31,14 @@ def mismatch(
     ] = None,
     engine_model: Annotated[
         str | None,
-        typer.Option(
-            metavar="PATH", help="Model and tokenizer the engine loads.", show_default="the trainer's"
-        ),
+        default_option("PATH", "Model and tokenizer the engine loads.", "the trainer's"),
     ] = None,
     data: Annotated[
         list[str] | None,
-        typer.Option(
-            metavar="FILE",
-            help="Prompts, Parquet as `prepare-data` writes it; may be repeated.",
-            show_default="the run's, or built-in questions",
+        default_option(
+            "FILE",
+            "Prompts, Parquet as `prepare-data` writes it; may be repeated.",
+            "the run's, or built-in questions",
         ),
     ] = None,
     temperature: Annotated[
@@ -53,6 +49,7 @@ def mismatch(
         typer.Option(min=0.01, max=1.0, help="Sent to the engine.", show_default="the run's, or 1"),
     ] = None,
     seed: Annotated[int, typer.Option(min=0, help="Of sampling.")] = 1,
+    trust: Trust = False,
     output_format: Format = "text",
     out: Out = None,
 ) -> None:
@@ -95,8 +92,8 @@ def _print(console: Console, report: MismatchReport) -> None:
         if cause.before and cause.after:
             line((f"  mean |log-ratio| {cause.before.abs_mean:.2g} → {cause.after.abs_mean:.2g}", "dim"))
         line(("  fix   ", "dim"), cause.fix)
-        for place, change in enumerate(cause.spec):
-            line(("  or    " if place else "  try   ", "dim"), (change, "cyan"))
+        for index, change in enumerate(cause.spec):
+            line(("  or    " if index else "  try   ", "dim"), (change, "cyan"))
     console.print()
     if not gap.agrees:
         rows = []

@@ -4,31 +4,34 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from pydantic import BaseModel
 from rich.text import Text
 
-from rlctl.cli.output import print_indented, print_problems, unwrapped
+from rlctl.cli import dry_run_summary as summary
+from rlctl.cli.dry_run_summary import count_of, print_title
+from rlctl.cli.output import print_indented, unwrapped
 from rlctl.errors import Problem
 from rlctl.registry import ADVANTAGE_ESTIMATORS, GRADERS, KL_ESTIMATORS, POLICY_LOSSES
-from rlctl.spec.check_rollout import slow_on_a_gpu
-from rlctl.spec.explain import BatchArithmetic, bands, notes
-from rlctl.spec.keys import known_leaves, value_of
-from rlctl.spec.load import LoadedSpec
-from rlctl.spec.machine import gib, machine_of
-from rlctl.spec.memory import MemoryPart, memory_total
-from rlctl.spec.model_size import model_size
-from rlctl.spec.placement import Placement
-from rlctl.spec.run_spec import RunSpec
+from rlctl.run_spec.check_rollout import slow_on_a_gpu
+from rlctl.run_spec.explain import BatchArithmetic, bands, notes
+from rlctl.run_spec.keys import known_leaves, value_of
+from rlctl.run_spec.load import LoadedSpec
+from rlctl.run_spec.machine import gib, machine_of
+from rlctl.run_spec.memory import MemoryPart, memory_total
+from rlctl.run_spec.model_size import model_size
+from rlctl.run_spec.placement import Placement
+from rlctl.run_spec.run_spec import RunSpec
 from rlctl.terminal import Console
 from rlctl.text_table import print_table
-from rlctl.train.preflight import check_disk, check_functions, check_inputs, check_trackers, count_rows
+from rlctl.train.first_row import check_first_row
+from rlctl.train.preflight import check_disk, check_inputs, check_trackers, count_rows, has_errors
 from rlctl.user_code import is_file_function
 
 
 def print_dry_run(loaded: LoadedSpec, *, show_all: bool, machine: str | None = None) -> int:
-    """Print bands, batch arithmetic, memory, warnings and the values of the spec to stdout.
+    """Print to stdout what the run would do: errors, memory and time, what was inferred and checked.
 
-    `show_all` adds values that are defaults. `machine` names the machine to plan for; None: this one.
+    `show_all` adds all bands of ρ, the memory by its parts and every value with its origin. `machine` names
+    the machine to plan for; None: this one.
 
     Returns:
         The exit code: 2 if a file that the run needs is missing or cannot be used, or a resource of the
@@ -39,16 +42,10 @@ def print_dry_run(loaded: LoadedSpec, *, show_all: bool, machine: str | None = N
     """
     spec, console = loaded.spec, unwrapped()
     placement = Placement(spec, model_size(spec.model), machine_of(machine))
-    for print_about in (_print_parts, _print_correction, _print_reward, _print_batch):
-        print_about(spec, console)
-    _print_servers(placement, console)
-    _print_memory(placement, console)
-    if machine or placement.machine.gpus:
-        _print_host(placement, console)
-        _print_stages(placement, console)
-    _print_values(loaded, console, show_all=show_all)
-    unusable = [_as_example(problem, loaded) for problem in check_inputs(spec)]
-    unusable += [*check_functions(spec), *placement.problems()]
+    unusable = check_inputs(spec)
+    row = check_first_row(spec, unusable, starts=False)
+    unusable = [_as_example(problem, loaded) for problem in [*unusable, *row.problems]]
+    unusable += placement.problems()
     missing: list[Problem] = []
     if machine is None:  # free disk space may change, so it becomes an error only at the start of the run
         unusable += [replace(problem, severity="warning") for problem in check_disk(spec)]
@@ -56,11 +53,23 @@ def print_dry_run(loaded: LoadedSpec, *, show_all: bool, machine: str | None = N
     elif placement.machine.gpus:  # the warnings of the spec are about this machine
         known = {problem.what for problem in loaded.warnings}
         unusable += [problem for problem in slow_on_a_gpu(spec) if problem.what not in known]
-    if problems := [*loaded.warnings, *unusable, *missing]:
-        _print_title("Before you start", console)
-        print_problems(problems, console)
-    console.print("\nDry run. Nothing was started.")
-    return 2 if any(problem.severity == "error" for problem in unusable) else 4 if missing else 0
+    used = summary.print_verdict([*loaded.warnings, *unusable, *missing], placement, console)
+    sections = [summary.inferred(loaded), summary.checked(row)]
+    if not show_all:
+        sections += [summary.correction(spec), summary.values(loaded)]
+    # the last two lines say that nothing was started
+    summary.print_sections(sections, console, None if show_all else summary.MOST_LINES - used - 2)
+    if show_all:
+        for print_about in (_print_correction, _print_parts, _print_reward, _print_batch):
+            print_about(spec, console)
+        _print_servers(placement, console)
+        _print_memory(placement, console)
+        _print_host(placement, console)
+        _print_stages(placement, console)
+        _print_values(loaded, console)
+    more = "" if show_all else " --all: memory by its parts, stages, every value and its origin."
+    console.print(f"\nDry run. Nothing was started.{more}")
+    return 2 if has_errors(unusable) else 4 if missing else 0
 
 
 def _as_example(problem: Problem, loaded: LoadedSpec) -> Problem:
@@ -72,46 +81,25 @@ def _as_example(problem: Problem, loaded: LoadedSpec) -> Problem:
     return replace(problem, severity="warning", fix=fix)
 
 
-def show(value: object) -> str:
-    """Formats a value as in YAML."""
-    if value is None:
-        return "null"
-    if isinstance(value, bool):
-        return str(value).lower()
-    if isinstance(value, BaseModel | dict):
-        items = value.items() if isinstance(value, dict) else value
-        return f"{{{', '.join(f'{name}: {show(item)}' for name, item in items)}}}"
-    if isinstance(value, list | tuple):
-        return f"[{', '.join(show(item) for item in value)}]"
-    return str(value)
-
-
-def _print_values(loaded: LoadedSpec, console: Console, *, show_all: bool) -> None:
-    """Prints values and their origins by section; defaults only with `show_all`, dimmed."""
-    defaults = [key for key in known_leaves() if loaded.origins[key].layer == "default"]
-    title = "every value" if show_all else "values that are not defaults"
-    _print_title(f"Spec: {title}, and where they come from", console)
+def _print_values(loaded: LoadedSpec, console: Console) -> None:
+    """Prints all values and their origins by section, defaults dimmed."""
+    print_title("Spec: every value, and where it comes from", console)
     section = ""
     for key in known_leaves():
-        if key in defaults and not show_all:
-            continue
         parent, _, name = key.rpartition(".")
         if parent != section:
             section = parent
             console.print(Text(f"  {section}", "bold"))
-        style, value = "dim" if key in defaults else "", show(value_of(loaded.spec, key))
-        text = f"{value:<22} {loaded.origins[key]}"
+        origin = loaded.origins[key]
+        style, value = "dim" if origin.layer == "default" else "", summary.show(value_of(loaded.spec, key))
+        text = f"{value:<22} {origin}"
         if console.is_terminal and 4 + 30 + len(text) > console.width:  # print the origin below its value
-            text = f"{value}\n{loaded.origins[key]}"
+            text = f"{value}\n{origin}"
         print_indented(Text(text, style), 4, console, head=Text(f"{name:<30}", style))
-    if not show_all:
-        print_indented(
-            Text(f"{len(defaults)} more keys have their default values: --all shows them", "dim"), 2, console
-        )
 
 
 def _print_parts(spec: RunSpec, console: Console) -> None:
-    _print_title("Algorithm", console)
+    print_title("Algorithm", console)
     algorithm, actor = spec.algorithm, spec.actor
     used = [
         (ADVANTAGE_ESTIMATORS, algorithm.adv_estimator),
@@ -120,14 +108,14 @@ def _print_parts(spec: RunSpec, console: Console) -> None:
     used += [(KL_ESTIMATORS, actor.kl_loss_type)] if actor.use_kl_loss else []
     used += [(KL_ESTIMATORS, algorithm.kl_penalty)] if algorithm.use_kl_in_reward else []
     for registry, name in used:
-        part = registry.part(name)
-        print_indented(Text.assemble((name, "bold"), f", {registry.kind}: {part.title}"), 2, console)
-        if details := "; ".join(filter(None, (part.formula, part.source))):
+        registered = registry.part(name)
+        print_indented(Text.assemble((name, "bold"), f", {registry.kind}: {registered.title}"), 2, console)
+        if details := "; ".join(filter(None, (registered.formula, registered.source))):
             print_indented(Text(details, "dim"), 6, console)
 
 
 def _print_correction(spec: RunSpec, console: Console) -> None:
-    _print_title("Rollout correction: what each threshold means for ρ = π_train / π_rollout", console)
+    print_title("Rollout correction: what each threshold means for ρ = π_train / π_rollout", console)
     for band in bands(spec):
         print_indented(Text.assemble((band.name, "bold"), f": {band.interval}"), 2, console)
         said = "ρ here: " if band.symbol == "ρ" else ""
@@ -137,36 +125,36 @@ def _print_correction(spec: RunSpec, console: Console) -> None:
 
 
 def _print_reward(spec: RunSpec, console: Console) -> None:
-    _print_title("Reward", console)
+    print_title("Reward", console)
     if spec.environment.name != "single_turn":
         print_indented(Text.assemble((spec.environment.name, "bold"), "  its own reward, if any"), 2, console)
     for term in spec.reward.all_terms:
         shown = "your function"
         if not is_file_function(term.name):
-            part = GRADERS.part(term.name)
-            needs = f"; needs {', '.join(sorted(part.needs))}" if part.needs else ""
-            shown = f"{part.label}: {part.formula}{needs}"
+            grader = GRADERS.part(term.name)
+            needs = f"; needs {', '.join(sorted(grader.needs))}" if grader.needs else ""
+            shown = f"{grader.label}: {grader.formula}{needs}"
         weight = "" if spec.reward.terms is None else f" × {term.weight:g}"
         print_indented(Text.assemble((term.name + weight, "bold"), f"  {shown}"), 2, console)
 
 
 def _print_batch(spec: RunSpec, console: Console) -> None:
-    _print_title("Batch", console)
-    batch = BatchArithmetic(spec, count_rows(spec.data.train_files))
-    ranks, shared = _count(spec.world_size, "rank"), spec.engine.sequence_parallel
+    print_title("Batch", console)
+    batch = BatchArithmetic(spec, count_rows(spec))
+    ranks, shared = count_of(spec.world_size, "rank"), spec.engine.sequence_parallel
     if shared > 1:
         ranks += f" in groups of {shared}, which run each row together"
     if batch.micro_batches_per_rank is None:
         micro = f"micro-batches of at most {batch.micro_batch_tokens:,} tokens"
     else:
-        micro = _count(batch.micro_batches_per_rank, "micro-batch", "es")
+        micro = count_of(batch.micro_batches_per_rank, "micro-batch", "es")
         micro += f" of at most {batch.micro_batch_size}"
-    steps = _count(batch.steps_per_batch, "optimizer step")
+    steps = count_of(batch.steps_per_batch, "optimizer step")
     lines = [
         f"{spec.data.train_batch_size} prompts × {spec.rollout.n} responses = {batch.samples} samples",
-        f"{_count(batch.mini_batches, 'mini-batch', 'es')} of {batch.samples_per_mini_batch} samples",
+        f"{count_of(batch.mini_batches, 'mini-batch', 'es')} of {batch.samples_per_mini_batch} samples",
         f"each over {ranks}: {batch.samples_per_rank} samples in {micro}",
-        f"{batch.mini_batches} × {_count(spec.actor.ppo_epochs, 'epoch')} over the batch = {steps}",
+        f"{batch.mini_batches} × {count_of(spec.actor.ppo_epochs, 'epoch')} over the batch = {steps}",
     ]
     if batch.num_rows is not None:
         lines.append(f"training rows: {batch.num_rows:,}")
@@ -184,9 +172,9 @@ def _print_servers(placement: Placement, console: Console) -> None:
     spec = placement.spec
     if not spec.has_rollout_servers:
         return
-    _print_title("Rollout servers", console)
+    print_title("Rollout servers", console)
     server = spec.rollout.server
-    engines = _count(server.replicas, "engine")
+    engines = count_of(server.replicas, "engine")
     if server.urls:
         where = ", ".join(server.urls)
     elif server.is_placed_by_ray:
@@ -208,7 +196,7 @@ def _print_servers(placement: Placement, console: Console) -> None:
 
 
 def _print_memory(placement: Placement, console: Console) -> None:
-    _print_title("Memory per GPU (an estimate: no fragmentation, no framework overhead)", console)
+    print_title("Memory per GPU (an estimate: no fragmentation, no framework overhead)", console)
     size = placement.size
     parameters = "unknown" if size.num_parameters is None else f"{size.num_parameters:,}"
     console.print(Text(f"  parameters: {parameters} ({size.source})"))
@@ -218,17 +206,17 @@ def _print_memory(placement: Placement, console: Console) -> None:
 
 def _print_host(placement: Placement, console: Console) -> None:
     machine = placement.machine
-    _print_title(f"Host memory per node ({machine.name}: {gib(machine.host_bytes)})", console)
+    print_title(f"Host memory per node ({machine.name}: {gib(machine.host_bytes)})", console)
     _print_parts_of_memory(placement.host_parts, "", console)
 
 
 def _print_parts_of_memory(parts: list[MemoryPart], of_peak: str, console: Console) -> None:
     rows: list[tuple[str | Text, ...]] = []
-    for part in parts:
-        shown = ", ".join([*part.phases, *(["/dev/shm"] if part.is_shared else [])])
-        words = " ".join(filter(None, [part.note, f"[{shown}]" if shown else ""]))
-        amount = "unknown" if part.num_bytes is None else gib(part.num_bytes)
-        rows.append((part.name, amount, Text(words, "dim")))
+    for item in parts:
+        shown = ", ".join([*item.phases, *(["/dev/shm"] if item.is_shared else [])])
+        words = " ".join(filter(None, [item.note, f"[{shown}]" if shown else ""]))
+        amount = "unknown" if item.num_bytes is None else gib(item.num_bytes)
+        rows.append((item.name, amount, Text(words, "dim")))
     known = [part for part in parts if part.num_bytes is not None]
     more_than = "" if len(known) == len(parts) else "over "
     total = more_than + gib(memory_total(known)) if known else "unknown"
@@ -239,7 +227,7 @@ def _print_parts_of_memory(parts: list[MemoryPart], of_peak: str, console: Conso
 def _print_stages(placement: Placement, console: Console) -> None:
     machine = placement.machine
     of = f"{placement.spec.trainer.nnodes} × {machine.gpus} × {machine.gpu}"
-    _print_title(f"Stages on {machine.name} ({of}); seconds of a step within a factor of two", console)
+    print_title(f"Stages on {machine.name} ({of}); seconds of a step within a factor of two", console)
     rows: list[tuple[str | Text, ...]] = []
     for stage in placement.stages():
         seconds = "" if stage.seconds is None else f"{stage.seconds:,.1f}"
@@ -253,11 +241,3 @@ def _print_stages(placement: Placement, console: Console) -> None:
         print_indented(Text(words, "bold"), 2, console)
     for words in placement.suggestions():
         print_indented(Text(f"free memory: {words}"), 2, console)
-
-
-def _count(number: int, thing: str, plural: str = "s") -> str:
-    return f"{number} {thing}{'' if number == 1 else plural}"
-
-
-def _print_title(title: str, console: Console) -> None:
-    console.print(Text(f"\n{title}", style="bold cyan"))

@@ -7,17 +7,23 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
 
-from rlctl.cli.command import Format, Out, spec_named
+from rlctl.cli.command import Format, Out, Trust, default_option, spec_named
 from rlctl.errors import UsageError
 
 if TYPE_CHECKING:
     from rlctl.batch import Task
     from rlctl.environment.audit import EnvironmentAudit
     from rlctl.environment.template_audit import AuditFinding, TemplateAudit
-    from rlctl.spec.run_spec import RunSpec
+    from rlctl.run_spec.run_spec import RunSpec
     from rlctl.terminal import Console
 
-app = typer.Typer(no_args_is_help=True, help="Test an environment before training in it.")
+app = typer.Typer(
+    no_args_is_help=True,
+    help=(
+        "Try an environment before training in it.\n\n"
+        "rlctl environment test calculator.py:Calculator --model smollm2-135m"
+    ),
+)
 
 #: Most tokens of a sequence and of a turn, if the spec does not say.
 _CONTEXT_LENGTH, _TURN_LENGTH = 1 << 16, 256
@@ -36,19 +42,20 @@ def try_out(
     ] = None,
     model: Annotated[
         str | None,
-        typer.Option(
-            metavar="MODEL", help="Audit this model's chat template too.", show_default="bytes, with ChatML"
-        ),
+        default_option("MODEL", "Audit this model's chat template too.", "bytes, with ChatML"),
     ] = None,
     data: Annotated[
         list[str] | None,
-        typer.Option(metavar="FILE", help="Rows to play, as Parquet of `prepare-data`; may be repeated."),
+        typer.Option(
+            metavar="FILE", help="Rows to play: any file that `prepare-data` reads; may be repeated."
+        ),
     ] = None,
     episodes: Annotated[int, typer.Option(min=4, help="Episodes to play.")] = 200,
     fail_on: Annotated[
         Literal["warning", "critical"] | None,
         typer.Option(help="Exit with 3 if a finding is at least this severe.", show_default="never"),
     ] = None,
+    trust: Trust = False,
     output_format: Format = "text",
     out: Out = None,
 ) -> None:
@@ -66,7 +73,7 @@ def try_out(
     from rlctl.registry import ENVIRONMENTS
 
     own = [f"model.path={model}"] if model else []
-    spec = spec_named(what, ENVIRONMENTS, [*(overrides or ()), *own])
+    spec = spec_named(what, ENVIRONMENTS, [*(overrides or ()), *own], trust=trust)
     from rlctl.cli.output import check_out, counting, write_report
 
     check_out([], out, is_page=False)
@@ -77,7 +84,7 @@ def try_out(
     from rlctl.rollout.protocol import Sampling
 
     if spec.environment.name == SINGLE_TURN:
-        fix = "name file.py:Name; `rlctl reward test` tests graders"
+        fix = "name file.py:Name; `rlctl reward` tries graders"
         raise UsageError("there is nothing to test in single turns", where=what, fix=fix)
     tokenizer, ends = _model(spec, model)
     length = spec.environment.context_length or _CONTEXT_LENGTH
@@ -117,11 +124,11 @@ def _model(spec: RunSpec, model: str | None) -> tuple[Any, list[int]]:
 
 def _tasks(spec: RunSpec, tokenizer: Any, data: list[str] | None) -> list[Task]:
     from rlctl.data.prompts import PromptDataset
-    from rlctl.data.read import load_rows
     from rlctl.data.schema import Message, Row
+    from rlctl.prepare.data_files import read_any
 
     continues = spec.data.continue_final_message
-    rows = load_rows(data, continue_final_message=continues) if data else None
+    rows = read_any(data, continue_final_message=continues) if data else None
     return PromptDataset(
         rows or [Row("", (Message("user", "Begin."),), "")],
         tokenizer,
@@ -141,6 +148,7 @@ def _document(audit: EnvironmentAudit, template: TemplateAudit | None) -> dict[s
     return {
         "findings": [asdict(finding) for finding in _findings(audit, template)],
         "tools": audit.tools,
+        "prompt_tokens": _prompt_tokens(audit),
         "policies": [
             {
                 "policy": played.policy,
@@ -155,6 +163,14 @@ def _document(audit: EnvironmentAudit, template: TemplateAudit | None) -> dict[s
     }
 
 
+def _prompt_tokens(audit: EnvironmentAudit) -> dict[str, float] | None:
+    """Lengths of the first prompts; None: none was read."""
+    from statistics import median
+
+    lengths = audit.prompt_lengths
+    return {"least": lengths[0], "median": median(lengths), "most": lengths[-1]} if lengths else None
+
+
 def _print(console: Console, audit: EnvironmentAudit, template: TemplateAudit | None) -> None:
     import json
     from statistics import fmean
@@ -167,19 +183,22 @@ def _print(console: Console, audit: EnvironmentAudit, template: TemplateAudit | 
     for tool in audit.tools:
         console.print(Text(f"tool  {json.dumps(tool['function'], ensure_ascii=False)}"), soft_wrap=True)
     rows = []
-    for one in audit.played:
-        rewards = one.rewards
+    for played in audit.played:
+        rewards = played.rewards
         scores = [f"{f(rewards):.2f}" for f in (fmean, min, max)] if rewards else ["—"] * 3
-        counts = (len(one.episodes), len(one.errors))
-        means = [f"{one.mean(key):.1f}" for key in ("num_turns", "num_tool_calls", "tool_errors")]
-        seconds = f"{1e3 * one.mean('seconds/environment'):.0f}"
-        rows.append((one.policy, *map(str, counts), *scores, *means, seconds))
+        counts = (len(played.episodes), len(played.errors))
+        means = [f"{played.mean(key):.1f}" for key in ("num_turns", "num_tool_calls", "tool_errors")]
+        seconds = f"{1e3 * played.mean('seconds/environment'):.0f}"
+        rows.append((played.policy, *map(str, counts), *scores, *means, seconds))
     headings = (
         *("policy", "episodes", "failed", "mean reward", "least", "most", "turns", "calls", "tool errors"),
         "ms",
     )
     console.print(end="\n" if audit.tools else "")
     print_table(console, headings, rows, right=range(1, 10))
+    if tokens := _prompt_tokens(audit):
+        text = "\nfirst prompts: {least} to {most} tokens, {median:g} in the median".format(**tokens)
+        console.print(f"{text}, with tools and what reset said; data.max_prompt_length must allow them")
     for scene in template.scenes if template else []:
         title = f"\nafter {scene.name}: {scene.num_sequences} sequence{'s'[: scene.num_sequences > 1]}"
         console.print(Text(title, style="bold"))

@@ -2,13 +2,25 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from rlctl.cli.command import Format, count_option, echo, output_option, refuse_options, request, run_or_model
+from rlctl.cli.command import (
+    Format,
+    Step,
+    Trust,
+    count_option,
+    default_option,
+    echo,
+    output_option,
+    refuse_options,
+    request,
+    run_or_model,
+)
 from rlctl.cli.evaluate_compare import numbers
 from rlctl.cli.prepare_data import (
     AnswerKey,
@@ -18,6 +30,7 @@ from rlctl.cli.prepare_data import (
     PromptKey,
     RecipeOption,
 )
+from rlctl.errors import UsageError
 
 if TYPE_CHECKING:
     from rlctl.evaluate.evaluate_report import Evaluation
@@ -28,6 +41,7 @@ if TYPE_CHECKING:
 _OF_SAMPLING = (
     *("data", "recipe", "prompt_key", "answer_key", "data_source", "instruction", "benchmarks_dir"),
     "continue_final_message",
+    "chat_template_kwargs",
     *("n", "temperature", "top_p", "max_response_length", "limit", "seed"),
     *("environment", "engine", "fresh", "batch_size"),
 )
@@ -46,10 +60,10 @@ def evaluate(
     ],
     data: Annotated[
         list[str] | None,
-        typer.Option(
-            metavar="NAME|FILE",
-            help="A benchmark (see `rlctl evaluate list`) or a file that `prepare-data` reads. Repeatable.",
-            show_default="the run's validation files",
+        default_option(
+            "NAME|FILE",
+            "A benchmark (see `rlctl evaluate list`) or a file that `prepare-data` reads. Repeatable.",
+            "the run's validation files",
         ),
     ] = None,
     recipe: RecipeOption = "auto",
@@ -58,6 +72,12 @@ def evaluate(
     data_source: DataSource = None,
     instruction: Instruction = None,
     continue_final_message: ContinueFinalMessage = False,
+    chat_template_kwargs: Annotated[
+        str | None,
+        default_option(
+            "JSON", "Variables of the chat template, '{\"enable_thinking\": false}'.", "the run's"
+        ),
+    ] = None,
     benchmarks_dir: Annotated[
         Path | None,
         typer.Option(
@@ -67,10 +87,9 @@ def evaluate(
             show_default="the hub and its cache",
         ),
     ] = None,
+    step: Step = None,
     n: Annotated[int, count_option("--n", "-n", help="Responses per question.")] = 8,
-    k: Annotated[
-        str | None, typer.Option(metavar="K,…", help="The k of pass@k.", show_default="1,4,8, up to n")
-    ] = None,
+    k: Annotated[str | None, default_option("K,…", "The k of pass@k.", "1,4,8, up to n")] = None,
     temperature: Annotated[
         float, typer.Option(min=0.0, metavar="T", help="0: the most likely token, with --n 1.")
     ] = 1.0,
@@ -86,26 +105,26 @@ def evaluate(
     seed: Annotated[int, typer.Option(min=0, metavar="N", help="Seed of sampling.")] = 1,
     reward: Annotated[
         str | None,
-        typer.Option(
-            metavar="NAME|FILE",
-            help="Grader: its name, FILE.py:FUNCTION, or a YAML file with the section `reward`.",
-            show_default="the run's, or by data source",
+        default_option(
+            "NAME|FILE",
+            "Grader: its name, FILE.py:FUNCTION, or a YAML file with the section `reward`.",
+            "the run's, or by data source",
         ),
     ] = None,
     environment: Annotated[
         str | None,
-        typer.Option(
-            metavar="NAME|FILE",
-            help="Environment of the episodes: FILE.py:CLASS, or a YAML file with the section `environment`.",
-            show_default="the run's, or single_turn",
+        default_option(
+            "NAME|FILE",
+            "Environment of the episodes: FILE.py:CLASS, or a YAML file with the section `environment`.",
+            "the run's, or single_turn",
         ),
     ] = None,
     engine: Annotated[
         str | None,
-        typer.Option(
-            metavar="NAME|FILE",
-            help="Engine that samples: hf, vllm, or FILE.py:FUNCTION.",
-            show_default="the run's, or hf",
+        default_option(
+            "NAME|FILE",
+            "Engine that samples: hf, vllm, FILE.py:FUNCTION, or openai:URL for a model behind an API.",
+            "the run's, or hf",
         ),
     ] = None,
     fresh: Annotated[
@@ -125,6 +144,7 @@ def evaluate(
     batch_size: Annotated[
         int, count_option(help="Sequences sampled at once; affects memory and speed, not the result.")
     ] = 256,
+    trust: Trust = False,
     output_format: Format = "text",
 ) -> None:
     """Sample answers, grade them as in training, and report scores.
@@ -149,14 +169,32 @@ def evaluate(
         from rlctl.evaluate.evaluation import regrade as run_regrade
 
         directory = Path(model_or_run)
-        _run(lambda progress: run_regrade(directory, progress, ks=ks, reward=reward, out=out), output_format)
+        _run(
+            lambda progress: run_regrade(directory, progress, ks=ks, reward=reward, out=out, trust=trust),
+            output_format,
+        )
         return
     from rlctl.evaluate.evaluation import evaluate as run_evaluation
     from rlctl.prepare.recipes import Recipe
 
     columns = Recipe(recipe, prompt_key, answer_key, data_source, instruction=instruction)
-    asked = request(EvaluateRequest, context.params, data=list(data or []), ks=ks, columns=columns)
+    variables = None if chat_template_kwargs is None else _variables(chat_template_kwargs)
+    given = {"data": list(data or []), "ks": ks, "columns": columns, "chat_template_kwargs": variables}
+    asked = request(EvaluateRequest, context.params, **given)
     _run(lambda progress: run_evaluation(asked, progress), output_format)
+
+
+def _variables(text: str) -> dict[str, Any]:
+    try:
+        variables = json.loads(text)
+    except ValueError as error:
+        variables, why = None, str(error)
+    else:
+        why = "it is not an object"
+    if not isinstance(variables, dict):
+        fix = """for example '{"enable_thinking": false}'"""
+        raise UsageError(f"no JSON object: {why}", where="--chat-template-kwargs", fix=fix)
+    return variables
 
 
 def _run(work: Callable[[Progress], tuple[Path, Evaluation]], output_format: str) -> None:

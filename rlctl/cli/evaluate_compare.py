@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from rlctl.cli.command import Out, PageFormat
+from rlctl.cli.command import Out, PageFormat, default_option
 from rlctl.errors import UsageError, visible
 
 if TYPE_CHECKING:
@@ -25,7 +25,7 @@ def compare(
     b: Annotated[Path, typer.Argument(metavar="B", help="Directory of another one.")],
     k: Annotated[
         str | None,
-        typer.Option(metavar="K,…", help="The k of pass@k.", show_default="1,4,8, up to the smaller n"),
+        default_option("K,…", "The k of pass@k.", "1,4,8, up to the smaller n"),
     ] = None,
     output_format: PageFormat = "text",
     out: Out = None,
@@ -72,13 +72,13 @@ def _print(report: CompareReport, console: Console) -> None:
         console.print(Text(comparison.conclusion, style="bold"), soft_wrap=True)
     if counts := flipped_counts(report):
         console.print(Text(f"\n{counts}", style="bold"))
-    for one in report.flipped:
+    for question in report.flipped:
         console.print()
         for name, text in (
-            ("question", one.question),
-            ("expected", one.ground_truth),
-            ("A, right" if one.right_in == "A" else "A, wrong", one.a_response),
-            ("B, right" if one.right_in == "B" else "B, wrong", one.b_response),
+            ("question", question.question),
+            ("expected", question.ground_truth),
+            ("A, right" if question.right_in == "A" else "A, wrong", question.a_response),
+            ("B, right" if question.right_in == "B" else "B, wrong", question.b_response),
         ):
             console.print(Text.assemble((f"  {name}  ", "dim"), _end(text)), soft_wrap=True)
     if report.warnings:

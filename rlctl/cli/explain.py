@@ -33,7 +33,7 @@ def explain(
     ] = "text",
     out: Out = None,
 ) -> None:
-    """Explain a spec key, a section, a metric or a part, or search for one.
+    """Explain a key, a section, a metric or a part; or search.
 
     rlctl explain algorithm.rollout_correction.rollout_is
 
@@ -49,9 +49,9 @@ def explain(
     """
     from rlctl.cli.explain_entries import entries_of
     from rlctl.cli.output import write_report
-    from rlctl.spec.key_table import key_table, schema_document
+    from rlctl.run_spec.key_table import key_table, schema_document
 
-    name = " ".join(words or ()) or None
+    name = " ".join(word.lstrip("-+~").partition("=")[0] for word in words or ()) or None
     entries = entries_of(name) if output_format in {"text", "json"} else []
     write_report(
         output_format,

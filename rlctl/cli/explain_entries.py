@@ -6,15 +6,15 @@ import inspect
 from collections.abc import Iterator
 from typing import Any
 
-from rlctl.cli.dry_run import show
+from rlctl.cli.dry_run_summary import show
 from rlctl.errors import UsageError
 from rlctl.metric_names import METRICS, describe
 from rlctl.registry import REJECTION_CRITERIA, Registry
-from rlctl.spec.explain import criterion_bands
-from rlctl.spec.key_table import key_rows
-from rlctl.spec.keys import advice_for, did_you_mean, known_leaves, known_sections
-from rlctl.spec.resolve import criteria_names
-from rlctl.spec.sources import all_presets, read_yaml_file
+from rlctl.run_spec.explain import criterion_bands
+from rlctl.run_spec.key_table import key_rows
+from rlctl.run_spec.keys import advice_for, did_you_mean, known_leaves, known_sections
+from rlctl.run_spec.resolve import criteria_names
+from rlctl.run_spec.sources import all_presets, read_yaml_file
 
 Entry = dict[str, Any]
 
@@ -30,12 +30,38 @@ def entries_of(name: str | None) -> list[Entry]:
             {"name": section, "meaning": inspect.cleandoc(kind.__doc__ or "")}
             for section, kind in known_sections().items()
         ]
-    if found := [*_of_spec(name), *_of_metric(name), *_of_parts(name)]:
-        return found
-    if found := _mentions(name):
-        return found
-    what = f"neither a key of the spec, nor a metric, nor the name of a part: {name}"
-    raise UsageError(what, fix=_nearest(name))
+    if entries := [*_of_spec(name), *_of_metric(name), *_of_parts(name)]:
+        return entries
+    if entries := _of_frameworks(name):
+        return entries
+    if entries := _mentions(name):
+        return entries
+    nearest = _nearest(name)
+    if entries := [] if (nearest or "").startswith("did you mean") else _of_frameworks(name, by_prefix=True):
+        return entries
+    message = f"neither a key of the spec, nor a metric, nor the name of a part: {name}"
+    raise UsageError(message, fix=nearest)
+
+
+def _of_frameworks(name: str, *, by_prefix: bool = False) -> list[Entry]:
+    """What other frameworks' keys of this name, or whose last part is the name, become here.
+
+    `by_prefix`: of a key that the tables know by the beginning of its name only.
+    """
+    from rlctl.convert.table import explained, tables
+
+    meanings = {row.key: row.meaning for row in key_rows()}
+    entries: list[Entry] = []
+    for table in tables().values():
+        for key, targets, texts in explained(table, name, by_prefix=by_prefix):
+            becomes = [f"{target}: {meanings.get(target, '').partition('. ')[0]}" for target in targets]
+            about = {
+                "meaning": f"a key of {table.title}" if table.is_framework else "no name of rlctl",
+                "becomes": becomes,
+                "note": texts,
+            }
+            entries.append({"name": key, **{heading: text for heading, text in about.items() if text}})
+    return entries
 
 
 def _mentions(words: str) -> list[Entry]:
@@ -49,12 +75,12 @@ def _mentions(words: str) -> list[Entry]:
     presets = [(each.name, f"preset: {each.description}") for each in all_presets().values()]
     all_names = [*((row.key, row.meaning) for row in key_rows()), *presets, *parts, *metrics]
     wanted = words.lower().split()
-    found = [
+    entries = [
         {"name": name, "meaning": meaning.partition(". ")[0].rstrip(".")}
         for name, meaning in all_names
         if all(word in f"{name} {meaning}".lower() for word in wanted)
     ]
-    return sorted(found, key=lambda entry: not all(word in entry["name"].lower() for word in wanted))
+    return sorted(entries, key=lambda entry: not all(word in entry["name"].lower() for word in wanted))
 
 
 def _of_spec(name: str) -> list[Entry]:
@@ -92,10 +118,14 @@ def _of_parts(name: str) -> Iterator[Entry]:
     """Entries of the losses, estimators and other parts of this name, and of the rejection criterion."""
     for registry in Registry.all:
         if name in set(registry) and registry is not REJECTION_CRITERIA:
-            part = registry.part(name)
-            about = {"meaning": f"{registry.kind}: {part.title}", "key": registry.key}
-            about |= {"formula": part.formula, "source": part.source, "needs": ", ".join(sorted(part.needs))}
-            about["params"] = ", ".join(part.params.model_fields) if part.params else ""
+            registered = registry.part(name)
+            about = {"meaning": f"{registry.kind}: {registered.title}", "key": registry.key}
+            about |= {
+                "formula": registered.formula,
+                "source": registered.source,
+                "needs": ", ".join(sorted(registered.needs)),
+            }
+            about["params"] = ", ".join(registered.params.model_fields) if registered.params else ""
             yield {"name": name, **{heading: text for heading, text in about.items() if text}}
     if name in criteria_names():
         meaning = f"{REJECTION_CRITERIA.kind}; with a threshold as an example, per dialect"

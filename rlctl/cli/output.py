@@ -68,6 +68,18 @@ def print_indented(text: Text, indent: int, console: Console, head: Text | None 
     console.print(grid)
 
 
+def print_labelled(console: Console, label: str, text: str, style: str = "", width: int = 13) -> None:
+    """Prints a text beside its label; its other lines, wrapped ones too, begin below its first one."""
+    lines = [
+        part
+        for line in visible(text).rstrip("\n").split("\n")
+        for part in Text(line, style).wrap(console, console.width - width - 2) or [Text()]
+    ]
+    for number, line in enumerate(lines):
+        head = "" if number else label
+        console.print(Text.assemble((f"  {head:<{width}}", "dim"), line), soft_wrap=True)
+
+
 @contextmanager
 def counting(text: str, *columns: ProgressColumn) -> Iterator[Callable[..., None]]:
     """A progress bar on standard error, on terminals only: description, bar, then `columns`.
@@ -118,8 +130,8 @@ def check_out(paths: Sequence[Path], out: Path | None, *, is_page: bool) -> None
     if any(path.exists() and out.exists() and out.samefile(path) for path in paths):
         raise UsageError("this is an input of the command", where=f"--out {out}", fix="choose another name")
     if out.is_dir() or not out.parent.is_dir():
-        what = "this is a directory" if out.is_dir() else "no such directory"
-        raise UsageError(what, where=f"--out {out}", fix="name a file in a directory that exists")
+        message = "this is a directory" if out.is_dir() else "no such directory"
+        raise UsageError(message, where=f"--out {out}", fix="name a file in a directory that exists")
 
 
 def write_out(text: str, out: Path | None) -> None:
@@ -130,16 +142,19 @@ def write_out(text: str, out: Path | None) -> None:
         write_file(out, text, where=f"--out {out}")
 
 
-def write_file(path: Path, text: str, *, where: str = "") -> None:
+def write_file(path: Path, text: str, *, where: str = "", follow: bool = True) -> None:
     """Replace a file atomically (for a link, its target), or write to a device or pipe directly.
 
-    `where` is the name of the file in errors; default: its path.
+    `where` is the name of the file in errors; default: its path. Without `follow` a link itself is replaced:
+    in a directory of someone else it may lead to a file of the user.
 
     Raises:
         UsageError: the file cannot be written.
     """
     try:
-        if path.exists() and not path.is_file():
+        if not follow:
+            write_text(path, text)
+        elif path.exists() and not path.is_file():
             path.write_text(text, encoding="utf-8")
         else:
             write_text(path.resolve(), text)

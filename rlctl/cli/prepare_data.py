@@ -8,7 +8,7 @@ from typing import Annotated, Any, Literal
 
 import typer
 
-from rlctl.cli.command import Format, Out, count_option, output_option, request
+from rlctl.cli.command import Format, Out, count_option, default_option, output_option, request
 from rlctl.errors import UsageError
 from rlctl.prepare.layouts import LAYOUT_TABLE
 from rlctl.prepare.request import (
@@ -20,15 +20,17 @@ from rlctl.prepare.request import (
     PrepareRequest,
 )
 
-app = typer.Typer(no_args_is_help=True, help="Prepare prompts and answers for training and evaluation.")
+app = typer.Typer(
+    no_args_is_help=True,
+    help=(
+        "Prepare prompts and answers for training and evaluation.\n\n"
+        "rlctl prepare-data parquet sums.csv --out data/sums --val-size 40"
+    ),
+)
 
 DataSource = Annotated[
     str | None,
-    typer.Option(
-        metavar="NAME",
-        help="Name of the source, which chooses the grader.",
-        show_default="by recipe or file name",
-    ),
+    default_option("NAME", "Name of the source, which chooses the grader.", "by recipe or file name"),
 ]
 RecipeOption = Annotated[
     str,
@@ -45,9 +47,7 @@ PromptKey = Annotated[str | None, _column(help="Column of the prompt; a dot sepa
 AnswerKey = Annotated[str | None, _column(help="Column of the answer; a dot separates nested fields.")]
 Instruction = Annotated[
     str | None,
-    typer.Option(
-        metavar="TEXT", help="Text appended to each question; '' for none.", show_default="the recipe's"
-    ),
+    default_option("TEXT", "Text appended to each question; '' for none.", "the recipe's"),
 ]
 Model = Annotated[
     str | None,
@@ -78,7 +78,7 @@ def _template_kwargs(model: str | None, texts: list[str] | None) -> dict[str, An
     """Parses arguments of the chat template as `rlctl train` parses `data.chat_template_kwargs`."""
     if not texts:
         return {}
-    from rlctl.spec.load import load_spec
+    from rlctl.run_spec.load import load_spec
 
     if model is None:
         where, fix = "--chat-template-kwargs", "name the model with --model"
@@ -122,7 +122,7 @@ def parquet(
     instruction: Instruction = None,
     val_fraction: Annotated[
         float | None,
-        typer.Option(metavar="SHARE", help="Share of rows for the test split.", show_default="0.05"),
+        default_option("SHARE", "Share of rows for the test split.", "0.05"),
     ] = None,
     val_size: Annotated[
         int | None, typer.Option(min=0, metavar="N", help="Number of test rows instead.")

@@ -6,16 +6,15 @@ import json
 import shlex
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from rich.progress import TaskProgressColumn, TimeRemainingColumn
-from rich.rule import Rule
 from rich.text import Text
 
 from rlctl.cli.output import counting
 from rlctl.errors import visible
+from rlctl.prepare.data_files import described_columns
 from rlctl.prepare.findings import DataFinding, lines, rows
 from rlctl.prepare.request import PrepareRequest, PrepareSummary, Progress
 from rlctl.terminal import Console
@@ -41,6 +40,7 @@ def print_summary(console: Console, request: PrepareRequest, summary: PrepareSum
     out = request.out
     result = [
         f"{'unchanged' if summary.unchanged else 'wrote'} {out} (recipe {summary.recipe})",
+        f"  {described_columns(summary.report['columns'])}",
         f"  {'rows in':<23} {summary.counts['input']:>12,}",
     ]
     for name, count in summary.counts.items():
@@ -62,8 +62,8 @@ def print_summary(console: Console, request: PrepareRequest, summary: PrepareSum
 def comparison_lines(comparisons: Sequence[Mapping[str, Any]]) -> list[str]:
     """One line per comparison, e.g. `leakage: 0 of 285 rows of train occur in aime.jsonl`."""
     return [
-        f"leakage: {one['rows']:,} of {one['of']:,} rows of {one['rows_of']} occur in {one['against']}"
-        for one in comparisons
+        f"leakage: {leak['rows']:,} of {leak['of']:,} rows of {leak['rows_of']} occur in {leak['against']}"
+        for leak in comparisons
     ]
 
 
@@ -89,15 +89,15 @@ def _next(request: PrepareRequest, summary: PrepareSummary) -> list[str]:
 def rows_document(shown: Sequence[RenderedRow], lengths: LengthQuantiles, *, ids: bool) -> dict[str, Any]:
     """The content of `print_rows` as JSON types."""
     found = []
-    for one in shown:
-        about: dict[str, Any] = {"where": one.where, "problem": one.problem or None}
-        if one.row is not None:
-            messages = [asdict(message) for message in one.row.prompt]
-            about |= {"data_source": one.row.data_source, "ground_truth": one.row.ground_truth}
-            about |= {"style": one.row.style, "messages": messages}
-        if one.ids is not None:
-            text = "".join(piece for piece, _ in one.pieces)
-            about |= {"text": text, "tokens": len(one.ids)} | ({"ids": one.ids} if ids else {})
+    for shown_row in shown:
+        about: dict[str, Any] = {"where": shown_row.where, "problem": shown_row.problem or None}
+        if shown_row.row is not None:
+            messages = [message.fields for message in shown_row.row.prompt]
+            about |= {"data_source": shown_row.row.data_source, "ground_truth": shown_row.row.ground_truth}
+            about |= {"style": shown_row.row.style, "messages": messages, "extra_info": shown_row.row.extra}
+        if shown_row.ids is not None:
+            text = "".join(piece for piece, _ in shown_row.pieces)
+            about |= {"text": text, "tokens": len(shown_row.ids)} | ({"ids": shown_row.ids} if ids else {})
         found.append(about)
     return {"rows": found, "lengths": lengths.to_json() if lengths.total else None}
 
@@ -105,7 +105,7 @@ def rows_document(shown: Sequence[RenderedRow], lengths: LengthQuantiles, *, ids
 def print_rows(console: Console, rows: Sequence[RenderedRow], lengths: LengthQuantiles, *, ids: bool) -> None:
     """Prints rows as the model reads them, then quantiles of the lengths."""
     for shown in rows:
-        console.print(Rule(Text(visible(shown.where))))
+        console.print(Text(f"── {visible(shown.where)}", style="bold"), soft_wrap=True)
         prompt = Text()
         for text, is_special in shown.pieces:
             prompt.append(visible(text), style="bold magenta" if is_special else "")
@@ -117,11 +117,14 @@ def print_rows(console: Console, rows: Sequence[RenderedRow], lengths: LengthQua
             source = f"{visible(shown.row.data_source)}, graded by {visible(shown.row.style)}"
             console.print(Text.assemble(("ground truth  ", "dim"), (truth, "green")), soft_wrap=True)
             console.print(Text.assemble(("source        ", "dim"), source), soft_wrap=True)
+            if shown.row.extra:
+                columns = visible(json.dumps(shown.row.extra, ensure_ascii=False, default=str))
+                console.print(Text.assemble(("extra_info    ", "dim"), columns), soft_wrap=True)
         if shown.ids is not None:
             console.print(Text.assemble(("tokens        ", "dim"), f"{len(shown.ids):,}"))
         if ids and shown.ids is not None:
             console.print(Text(" ".join(map(str, shown.ids)), style="cyan"), soft_wrap=True)
-    console.print(Rule(Text(f"prompt lengths in {lengths.unit}")))
+    console.print(Text(f"── prompt lengths in {lengths.unit}", style="bold"))
     console.print(Text(_quantiles(lengths) if lengths.total else "no usable row"))
 
 

@@ -28,7 +28,7 @@ def list_presets(output_format: Format = "text", out: Out = None) -> None:
     from rich.text import Text
 
     from rlctl.cli.output import write_report
-    from rlctl.spec.sources import all_presets
+    from rlctl.run_spec.sources import all_presets
     from rlctl.text_table import print_table
 
     found = all_presets().values()
@@ -58,8 +58,8 @@ def show(
     rlctl presets show rloo-seq-is --output my-run.yaml && rlctl train my-run.yaml
     """
     from rlctl.cli.output import write_out
-    from rlctl.spec.keys import did_you_mean
-    from rlctl.spec.sources import all_presets
+    from rlctl.run_spec.keys import did_you_mean
+    from rlctl.run_spec.sources import all_presets
 
     preset = all_presets().get(name)
     if preset is None:

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Annotated, Literal
 
 import typer
 
-from rlctl.cli.command import Format, Out, count_option, spec_named
+from rlctl.cli.command import Format, Out, Trust, count_option, spec_named
 
 if TYPE_CHECKING:
     from rlctl.reward.trial import Trial
@@ -23,7 +23,8 @@ def reward(
         ),
     ],
     data: Annotated[
-        list[str], typer.Option(metavar="FILE", help="Parquet as `prepare-data` writes it; may be repeated.")
+        list[str],
+        typer.Option(metavar="FILE", help="Rows: any file that `prepare-data` reads; may be repeated."),
     ],
     limit: Annotated[
         int | None,
@@ -33,10 +34,11 @@ def reward(
         Literal["error", "disagreement", "never"],
         typer.Option(help="Exit with code 3 on grader errors, or on disagreements too."),
     ] = "never",
+    trust: Trust = False,
     output_format: Format = "text",
     out: Out = None,
 ) -> None:
-    """Try a reward on answers with known scores before training on it.
+    """Try a reward on answers with known scores, before training.
 
     Reports disagreements, failures and slow gradings.
 
@@ -49,23 +51,25 @@ def reward(
     rlctl reward rewards.py:score --data train.parquet --limit 500 --fail-on error
     """
     from rlctl.data.prompts import messages_of
-    from rlctl.data.read import load_rows
+    from rlctl.prepare.data_files import read_any
+    from rlctl.prepare.needs import check_needs
     from rlctl.registry import GRADERS
     from rlctl.reward.protocol import Sample
     from rlctl.reward.trial import try_reward
 
-    spec = spec_named(what, GRADERS)
+    spec = spec_named(what, GRADERS, trust=trust)
+    read = read_any(data, reward=spec.reward, continue_final_message=True)[:limit]
+    check_needs(read, spec.reward)
     rows = {
         row.where: Sample("", row.ground_truth, row.prompt_text, row.data_source, row.extra, messages_of(row))
-        for row in load_rows(data, continue_final_message=True)[:limit]
+        for row in read
     }
     from rich.progress import MofNCompleteColumn, TimeRemainingColumn
 
-    from rlctl.batch import torch_device
     from rlctl.cli.output import counting, write_report
-    from rlctl.reward.build import build_terms  # imports torch, which the errors above do not need
+    from rlctl.reward.build import build_terms
 
-    terms = {label: scorer for label, (_, scorer) in build_terms(spec.reward, torch_device()).items()}
+    terms = {label: scorer for label, (_, scorer) in build_terms(spec.reward).items()}
     try:
         graders = {term.label: term.name for term in spec.reward.all_terms}
         with counting("grading", MofNCompleteColumn(), TimeRemainingColumn()) as count:
@@ -91,15 +95,22 @@ def _print(console: Console, trial: Trial) -> None:
         rows.append((*names, f"{counts.num:,}", agree, f"{counts.num_errors:,}"))
     headings = ("responses", "source", "reward", "tried", "as expected", "errors")
     print_table(console, headings, rows, right=range(3, 6))
-    for one in [*trial.examples, *(one for one in trial.disagreements if one not in trial.examples)]:
-        is_right = one not in trial.disagreements
-        expects = f"{one.got:g}, as expected" if is_right else f"expected {one.expected:g}, got {one.got:g}"
-        place = f"  {one.term}, {one.kind}, {one.where}"
+    for disagreement in [
+        *trial.examples,
+        *(disagreement for disagreement in trial.disagreements if disagreement not in trial.examples),
+    ]:
+        is_right = disagreement not in trial.disagreements
+        expects = (
+            f"{disagreement.got:g}, as expected"
+            if is_right
+            else f"expected {disagreement.expected:g}, got {disagreement.got:g}"
+        )
+        place = f"  {disagreement.term}, {disagreement.kind}, {disagreement.where}"
         console.print(
             Text.assemble("\n", (expects, "green" if is_right else "bold red"), place), soft_wrap=True
         )
-        console.print(Text(f"  ground truth  {one.ground_truth!r}"), soft_wrap=True)
-        console.print(Text(f"  response ends {one.response_end!r}"), soft_wrap=True)
+        console.print(Text(f"  ground truth  {disagreement.ground_truth!r}"), soft_wrap=True)
+        console.print(Text(f"  response ends {disagreement.response_end!r}"), soft_wrap=True)
     if trial.num_disagreements > len(trial.disagreements):
         console.print(f"\n… and {trial.num_disagreements - len(trial.disagreements):,} more disagreements")
     if trial.errors:

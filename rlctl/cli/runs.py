@@ -30,7 +30,7 @@ def runs(
     output_format: Format = "text",
     out: Out = None,
 ) -> None:
-    """List the runs below a directory with their states and last rewards.
+    """List runs with their states and last rewards.
 
     Other commands accept the names as they are printed, or any part that no other run has. States: running,
     finished, interrupted (Ctrl-C or a preemption), stopped (by the guardrails), failed (with the error), died

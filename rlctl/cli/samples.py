@@ -9,20 +9,20 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
 
-from rlctl.cli.command import Format, Out, RunDirectory, count_option
-from rlctl.errors import UsageError, steps_in_words, visible
+from rlctl.cli.command import Format, Out, RunDirectory, Step, count_option
+from rlctl.errors import UsageError, steps_in_words
 
 if TYPE_CHECKING:
     from rlctl.terminal import Console
     from rlctl.track.texts import Decoder
 
+#: Minimum number of characters of what all prompts begin with, to be printed only once.
+MIN_SHARED = 60
+
 
 def samples(
     run_dir: RunDirectory,
-    step: Annotated[
-        int | None,
-        typer.Option("--step", "-s", metavar="N", help="Responses of this step.", show_default="the last"),
-    ] = None,
+    step: Step = None,
     count: Annotated[int, count_option("--count", "-n", help="Responses to show.")] = 5,
     order: Annotated[
         Literal["first", "reward", "worst", "gap"],
@@ -31,7 +31,7 @@ def samples(
     output_format: Format = "text",
     out: Out = None,
 ) -> None:
-    """Print responses that a run sampled, with rewards and the log-ratio between both policies.
+    """Print responses of a run, with their rewards and log-ratios.
 
     `log ρ` is the sum over a response of training log-prob minus rollout log-prob, in nats.
 
@@ -40,22 +40,23 @@ def samples(
       rlctl samples runs/rlctl/rloo-seq-is-20260101-120000 --step 40 --sort gap -n 3
     """
     from rlctl.cli.output import write_report
-    from rlctl.track.open_run import open_run
+    from rlctl.track.open_run import chosen_step, open_run
     from rlctl.track.texts import decoder_of
 
     record = open_run(run_dir)
     steps = record.rollout_steps()
-    chosen = steps[-1] if step is None else step
+    number = chosen_step(run_dir, step)
+    chosen = steps[-1] if number is None else number
     if chosen not in steps:
-        what = f"the run saved no responses of step {chosen}"
-        raise UsageError(what, where=str(run_dir), fix=f"kept: {steps_in_words(steps)}")
-    found = [(row, _sample(row)) for row in record.rollouts(chosen).to_pylist()]
-    found = sorted(found, key=lambda pair: _ORDERS[order](pair[1]))[:count]
-    several = [(row, sample) for row, sample in found if row["num_turns"] > 1]
+        message = f"the run saved no responses of step {chosen}"
+        raise UsageError(message, where=str(run_dir), fix=f"kept: {steps_in_words(steps)}")
+    chosen_rows = [(row, _sample(row)) for row in record.rollouts(chosen).to_pylist()]
+    chosen_rows = sorted(chosen_rows, key=lambda pair: _ORDERS[order](pair[1]))[:count]
+    several = [(row, sample) for row, sample in chosen_rows if row["num_turns"] > 1]
     if several and (decode := decoder_of(record)):
         for row, sample in several:
             sample["turns"] = _turns(row, decode)
-    rows = [sample for _, sample in found]
+    rows = [sample for _, sample in chosen_rows]
     write_report(output_format, out, partial(_print_samples, rows=rows, step=chosen), lambda: rows)
 
 
@@ -81,7 +82,8 @@ def _sample(row: dict[str, Any]) -> dict[str, Any]:
         "log_ratio": math.fsum(ratios) + 0.0,
         "largest_token_log_ratio": max(map(abs, ratios), default=0.0),
     }
-    return {key: row[key] for key in kept} | counts | extremes
+    terms = {"terms": dict(row.get("terms") or [])}
+    return {key: row[key] for key in kept} | terms | counts | extremes
 
 
 def _turns(row: dict[str, Any], decode: Decoder) -> list[dict[str, Any]]:
@@ -95,31 +97,53 @@ def _turns(row: dict[str, Any], decode: Decoder) -> list[dict[str, Any]]:
     ]
 
 
+def shared_start(prompts: list[str]) -> str:
+    """The lines with which all of several prompts begin, such as a system prompt; "" if they are short."""
+    if len(prompts) < 2:
+        return ""
+    low, high = min(prompts), max(prompts)  # all others are between them
+    differ = (index for index, (one, other) in enumerate(zip(low, high, strict=False)) if one != other)
+    start = low[: next(differ, len(low))]
+    if len(set(prompts)) > 1:
+        start = start[: start.rfind("\n") + 1]
+    return start if len(start) >= MIN_SHARED else ""
+
+
 def _print_samples(console: Console, rows: list[dict[str, Any]], step: int) -> None:
     from rich.text import Text
 
+    from rlctl.cli.output import print_labelled
     from rlctl.tiny.embedded import DATA_SOURCE, WRITTEN
 
+    start = shared_start([row["prompt"] for row in rows])
+    if start:
+        console.print(Text(f"each prompt begins with ({len(start):,} characters)", "bold"))
+        print_labelled(console, "prompt", start)
+        console.print()
     for row in rows:
         reward = "ungraded" if row["reward"] is None else f"{row['reward']:g}"
         cut = ", cut off at the limit" if row["truncated"] else ""
         turns = f" in {row['num_turns']} turns" if row["num_turns"] > 1 else ""
         turns += f", sequence {row['sequence'] + 1}" if row["sequence"] else ""
         size = f"{row['num_tokens']} tokens{turns}{cut}"
+        if row["terms"]:
+            reward += f" ({', '.join(f'{label} {score:g}' for label, score in row['terms'].items())})"
         head = f"step {step}  reward {reward}  {size}  log ρ {row['log_ratio']:+.4f}"
         console.print(Text(f"{head} (largest token {row['largest_token_log_ratio']:.4f})", "bold"))
-        parts = [("prompt", row["prompt"], ""), ("response", row["response"], "")]
+        own = row["prompt"].removeprefix(start)
+        prompt = (f"… {own}" if own else "as above") if start else row["prompt"]
+        parts = [("prompt", prompt, ""), ("response", row["response"], "")]
         if "turns" in row:
             parts[1:] = [
                 (
-                    f"turn {part['turn']}" if part["turn"] else "observation",
-                    part["text"],
-                    "" if part["turn"] else "dim",
+                    f"turn {span['turn']}" if span["turn"] else "observation",
+                    span["text"],
+                    "" if span["turn"] else "dim",
                 )
-                for part in row["turns"]
+                for span in row["turns"]
             ]
         for name, text, style in (*parts, ("ground truth", row["ground_truth"], "")):
-            console.print(Text.assemble((f"  {name:<13}", "dim"), (visible(text), style)))
+            print_labelled(console, name, text, style)
         console.print()
     if any(row["data_source"] == DATA_SOURCE for row in rows):
         console.print(Text(WRITTEN, "dim"))

@@ -18,7 +18,9 @@ def watch(
     run_dir: RunDirectory,
     plain: Annotated[bool, typer.Option("--plain", help="One line per step instead of the panel.")] = False,
 ) -> None:
-    """Show the live panel of a run that was started elsewhere, until it ends. Ctrl-C does not affect the run.
+    """Show the live panel of a run that was started elsewhere.
+
+    It names the phase, also while the run starts, and ends with the run. Ctrl-C does not affect the run.
 
     rlctl watch runs/rlctl/rloo-seq-is-20260101-120000
 
@@ -26,12 +28,13 @@ def watch(
     """
     from rlctl.track.console import ConsoleSink
     from rlctl.track.jsonl import METRICS_FILE
-    from rlctl.track.open_run import is_running, open_run, read_state
+    from rlctl.track.open_run import is_running, open_run, phase_of, read_state
 
     record, log = open_run(run_dir), run_dir / METRICS_FILE
     state = read_state(run_dir)
     began = _seconds_since(state.started)
-    sink = ConsoleSink(str(run_dir), state.total_steps, plain=plain, began_ago=began)
+    phase = phase_of(run_dir) if state.state == "running" else ""
+    sink = ConsoleSink(str(run_dir), state.total_steps, plain=plain, began_ago=began, phase=phase)
     num_rows = num_bytes = 0
     try:
         while True:
@@ -44,6 +47,7 @@ def watch(
             num_rows, num_bytes = num_rows + len(rows), size
             if not running:
                 break
+            sink.show_phase(phase_of(run_dir))
             time.sleep(_POLL_S)
     finally:
         sink.close("watched")

@@ -10,8 +10,8 @@ from typing import Any
 from rlctl.convert.table import word
 from rlctl.convert.translate import STATUSES, KeyOutcome, Translation
 from rlctl.errors import visible
-from rlctl.spec.keys import known_leaves
-from rlctl.spec.load import NO_VALUE
+from rlctl.run_spec.keys import known_leaves
+from rlctl.run_spec.load import NO_VALUE
 
 
 def spec_yaml(result: Translation, name: str) -> str:
@@ -51,6 +51,7 @@ def document(result: Translation, text: str) -> dict[str, Any]:
         "notes": result.notes,
         "spec": result.spec,
         "spec_text": text,
+        "functions": result.functions and {"file": str(result.functions[0]), "text": result.functions[1]},
     }
 
 
@@ -63,9 +64,12 @@ def sections(result: Translation) -> Iterator[tuple[str, list[KeyOutcome] | list
         yield f"framework defaults that differ from rlctl's ({len(result.implied)})", result.implied
     if result.notes:
         yield "not followed in the file" if len(result.notes) > 1 else "note", result.notes
-    problems = [(one, f" ({one.fix})" if one.fix else "") for one in result.problems]
+    problems = [(problem, f" ({problem.fix})" if problem.fix else "") for problem in result.problems]
     if problems:
-        yield "before it runs", [f"{one.severity}: `{one.key}`: {one.what}{fix}" for one, fix in problems]
+        yield (
+            "before it runs",
+            [f"{problem.severity}: `{problem.key}`: {problem.what}{fix}" for problem, fix in problems],
+        )
 
 
 def as_text(row: KeyOutcome) -> str:
@@ -81,7 +85,9 @@ def became(row: KeyOutcome) -> str:
 
 def shown(value: Any) -> str:
     """Formats a value on one line, shortened to 60 characters."""
-    text = " ".join((json.dumps(value) if isinstance(value, list | dict) else word(value)).split())
+    text = " ".join(
+        (json.dumps(value, default=str) if isinstance(value, list | dict) else word(value)).split()
+    )
     return text if len(text) <= 60 else f"{text[:57]}…"
 
 

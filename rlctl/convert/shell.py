@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING
 
 import regex
 
-from rlctl.convert.table import evaluate
+from rlctl.convert.expressions import evaluate
 
 if TYPE_CHECKING:
     from tree_sitter import Node, Parser
@@ -105,17 +105,17 @@ def _words(node: Node, after: str = "") -> list[Arg]:
     words: list[Arg] = []
     end = -1
     is_read = not after
-    for part in node.children:
-        is_read = is_read or part.type == after
-        is_other = part.type in {"(", ")", ";", "comment", "do_group", after}
-        if is_other or not is_read or part.type.endswith("redirect"):
+    for child in node.children:
+        is_read = is_read or child.type == after
+        is_other = child.type in {"(", ")", ";", "comment", "do_group", after}
+        if is_other or not is_read or child.type.endswith("redirect"):
             continue
-        raw = _raw(part)
-        if part.start_byte == end:
+        raw = _raw(child)
+        if child.start_byte == end:
             words[-1] = Arg(words[-1].text + raw, words[-1].line)
         else:
-            words.append(Arg(raw, part.start_point.row + 1))
-        end = part.end_byte
+            words.append(Arg(raw, child.start_point.row + 1))
+        end = child.end_byte
     return words
 
 
@@ -158,8 +158,8 @@ class _Shell:
                 self._assign(node)
                 return True
             case "declaration_command":
-                for one in node.named_children:
-                    self._assign(one)
+                for child in node.named_children:
+                    self._assign(child)
                 return True
             case "test_command":
                 return _test(list(self._condition(node)))
@@ -171,8 +171,8 @@ class _Shell:
                 success = self._run([left])
                 return success if success is (sign == "||") else self._run([right])
             case "redirected_statement":
-                bodies = [one for part in node.named_children for one in part.named_children
-                          if one.type == "heredoc_body"]  # fmt: skip
+                bodies = [child for inner in node.named_children for child in inner.named_children
+                          if child.type == "heredoc_body"]  # fmt: skip
                 lines = _raw(bodies[0]).removesuffix("\n") if bodies else document
                 return self._statement(node.children[0], lines)
             case "if_statement":
@@ -183,9 +183,9 @@ class _Shell:
                 name, body = node.child_by_field_name("name"), node.child_by_field_name("body")
                 if name and body:
                     self.functions[_raw(name)] = body
-            case one if one in _UNREAD:
+            case child if child in _UNREAD:
                 self._note(
-                    node, f"`{one.removesuffix('_statement').removeprefix('c_style_')}` is not evaluated"
+                    node, f"`{child.removesuffix('_statement').removeprefix('c_style_')}` is not evaluated"
                 )
             case _:  # a pipeline, a block, or what the parser did not understand
                 return self._run(node.children)
@@ -316,8 +316,8 @@ class _Shell:
                 yield "", True
                 yield from self._parts(raw[at + 1 : end - 1], quoted=True)
             elif char in "$`" and (end := _end_of(raw, at)) > at + 1:
-                found = self._value(raw[at:end])
-                yield found, quoted or isinstance(found, list) or is_unresolved(found)
+                value = self._value(raw[at:end])
+                yield value, quoted or isinstance(value, list) or is_unresolved(value)
             else:
                 yield char, quoted
             at = end
@@ -328,13 +328,13 @@ class _Shell:
 
     def _condition(self, node: Node) -> Iterator[str]:
         """Words of a `[ … ]`."""
-        for part in node.children:
-            if part.type in _CONDITIONS:
-                yield from self._condition(part)
-            elif part.is_named and part.type != "test_operator":
-                yield self._text(_raw(part), quoted=False)
-            elif part.type not in {"(", ")", "[", "]", "[[", "]]"}:
-                yield _raw(part)
+        for child in node.children:
+            if child.type in _CONDITIONS:
+                yield from self._condition(child)
+            elif child.is_named and child.type != "test_operator":
+                yield self._text(_raw(child), quoted=False)
+            elif child.type not in {"(", ")", "[", "]", "[[", "]]"}:
+                yield _raw(child)
 
     def _value(self, raw: str) -> str | list[Arg]:
         """Value of `$NAME`, `${…}`, `$((…))` or `$(…)`; `raw` itself if unknown."""
@@ -411,8 +411,8 @@ class _Shell:
         return raw
 
 
-def _joined(part: str | list[Arg]) -> str:
-    return part if isinstance(part, str) else " ".join(arg.text for arg in part)
+def _joined(piece: str | list[Arg]) -> str:
+    return piece if isinstance(piece, str) else " ".join(arg.text for arg in piece)
 
 
 def _trimmed(value: str, rest: str, text_of: Callable[[str], str]) -> str:
@@ -426,16 +426,16 @@ def _trimmed(value: str, rest: str, text_of: Callable[[str], str]) -> str:
         return value
     pattern, is_prefix = re.compile(translate(text_of(rest[len(mark) :]))), mark[0] == "#"
     cuts = range(len(value) + 1)
-    found = [cut for cut in cuts if pattern.fullmatch(value[:cut] if is_prefix else value[cut:])]
-    if not found:
+    matching = [cut for cut in cuts if pattern.fullmatch(value[:cut] if is_prefix else value[cut:])]
+    if not matching:
         return value
-    cut = max(found) if mark in {"##", "%"} else min(found)  # doubled: the longest match
+    cut = max(matching) if mark in {"##", "%"} else min(matching)  # doubled: the longest match
     return value[cut:] if is_prefix else value[:cut]
 
 
 def _test(words: list[str]) -> bool | None:  # noqa: PLR0911
     """Evaluates `[ … ]` for text and numbers; None: the result depends on the machine."""
-    at = next((place for place, word in enumerate(words) if word in {"&&", "||", "-a", "-o"}), None)
+    at = next((index for index, word in enumerate(words) if word in {"&&", "||", "-a", "-o"}), None)
     if at is not None:
         sides, decides = {_test(words[:at]), _test(words[at + 1 :])}, words[at] in {"||", "-o"}
         return decides if decides in sides else None if None in sides else not decides

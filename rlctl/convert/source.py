@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ast
 import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
@@ -11,11 +10,14 @@ from typing import Any
 
 import yaml
 
+from rlctl.convert.extract import ExtractedFile
+from rlctl.convert.python_file import Unresolved
+from rlctl.convert.python_settings import other_trainers, parsed, python_settings, trainers
 from rlctl.convert.shell import Arg, commands, is_unresolved
-from rlctl.convert.table import KeyTable, names, table, value_of
+from rlctl.convert.table import ForeignSetting, KeyTable, names, table
 from rlctl.errors import UsageError
-from rlctl.spec.keys import leaf_of
-from rlctl.spec.sources import parse_scalar
+from rlctl.run_spec.keys import leaf_of
+from rlctl.run_spec.sources import parse_scalar
 
 _MAX_BYTES = 1 << 20
 _OVERRIDE = re.compile(r"([+~]{0,2})([A-Za-z_][\w@./-]*)=(.*)", re.DOTALL)
@@ -29,21 +31,6 @@ _KINDS = {".sh": "shell", ".bash": "shell", ".slurm": "shell", ".sbatch": "shell
 _KINDS |= {".yaml": "yaml", ".yml": "yaml"}
 
 
-class Unresolved(str):
-    """A value that the file does not determine, as written in the file."""
-
-    __slots__ = ()
-
-
-@dataclass(frozen=True, slots=True)
-class ForeignSetting:
-    """One key that a file sets."""
-
-    key: str  # the framework's dotted key
-    value: Any  # bool, number, text, None, list, mapping or `Unresolved`
-    where: str  # line, with the file name if it is not the given file
-
-
 @dataclass(slots=True)
 class ForeignConfig:
     """The settings of a file in order, with the last value of every key, and notes on unsupported parts."""
@@ -51,10 +38,17 @@ class ForeignConfig:
     table: KeyTable
     settings: dict[str, ForeignSetting]
     notes: list[str] = field(default_factory=list)
+    #: a file with functions of the script that the spec names, and its text
+    functions: tuple[Path, str] | None = None
 
 
 def read(
-    path: Path, *, framework: str | None, environment: Mapping[str, str], arguments: list[str]
+    path: Path,
+    *,
+    framework: str | None,
+    environment: Mapping[str, str],
+    arguments: list[str],
+    functions: Path | None = None,
 ) -> ForeignConfig:
     """Reads a launch script or configuration.
 
@@ -63,6 +57,8 @@ def read(
         framework: name of the framework; None: detected from the launch command, classes or keys.
         environment: environment variables for a shell script.
         arguments: arguments of the script.
+        functions: file for functions that a script defines and that an import of the script would not give
+            without training; None: `<script>_functions.py` in the working directory.
 
     Raises:
         UsageError: the file cannot be read, or no framework is recognised.
@@ -71,22 +67,33 @@ def read(
     chosen = [table(framework)] if framework else [table(name) for name in names()]
     kind = _KINDS.get(path.suffix) or ("shell" if text.startswith("#!") and "python" not in text[:40] else "")
     notes: list[str] = []
+    copied: ExtractedFile | None = None
     if kind == "shell":
-        found = _from_shell(path, text, chosen, environment, arguments, notes)
+        started = commands(text, path=path, environment=environment, arguments=arguments, notes=notes)
+        if launch := _launched_script(path, started, chosen):
+            script, words, at = launch
+            launched, copied = _from_script(script, words, at, chosen, environment, functions, notes)
+        else:
+            launched = _from_shell(path, started, chosen, environment, arguments, notes)
     elif kind == "python":
-        found = _from_python(path, text, chosen, notes)
+        file = parsed(path, text, chosen, environment)
+        copied = ExtractedFile(functions or _beside_spec(path), file)
+        launched = python_settings(file, chosen, copied, notes)
     elif kind == "yaml":
-        found = _from_mapping(path, chosen, notes)
+        launched = _from_mapping(path, chosen, notes)
     else:
-        what = "not a shell script, Python file or YAML by its name"
-        raise UsageError(what, where=str(path), fix="name it .sh, .py or .yaml")
-    if found is None:
+        message = "not a shell script, Python file or YAML by its name"
+        raise UsageError(message, where=str(path), fix="name it .sh, .py or .yaml")
+    if launched is None:
         known = framework or ", ".join(names())
-        what = f"no launch command, configuration class or keys of {known} in it"
+        message = f"no launch command, configuration class or keys of {known} in it"
         fix = "name the framework with --from" if framework is None else "is it another framework's?"
-        raise UsageError(what, where=str(path), fix=fix)
-    one, settings = found
-    return ForeignConfig(one, _interpolated(_last(one, settings)), notes)
+        if kind == "python" and (others := other_trainers(text)):
+            message, fix = f"it constructs {others}", f"import reads {', '.join(trainers(chosen))}"
+        raise UsageError(message, where=str(path), fix=fix)
+    one, settings = launched
+    copies = (copied.path, copied.text) if copied and copied.text else None
+    return ForeignConfig(one, _interpolated(_last(one, settings)), notes, copies)
 
 
 def _text_of(path: Path) -> str:
@@ -106,9 +113,64 @@ def _text_of(path: Path) -> str:
 _Found = tuple[KeyTable, list[ForeignSetting]]
 
 
+def _beside_spec(script: Path) -> Path:
+    return Path(f"{script.stem}_functions.py")
+
+
+def _launched_script(
+    path: Path, started: list[list[Arg]], chosen: list[KeyTable]
+) -> tuple[Path, list[Arg], int] | None:
+    """A Python file beside the script that a command starts and that constructs a trainer of the tables.
+
+    Also the words of the command, and the index of the first one behind the file.
+    """
+    for args in started:
+        words = [Arg(piece, arg.line) for arg in args for piece in _words(arg.text)]
+        for at, argument in enumerate(words):
+            file = next((f for f in (path.parent / argument.text, Path(argument.text)) if f.is_file()), None)
+            if not argument.text.endswith(".py") or file is None:
+                continue
+            if any(f"{name}(" in _text_of(file) for name in trainers(chosen)):
+                return file, words, at + 1
+    return None
+
+
+def _from_script(
+    script: Path,
+    words: list[Arg],
+    start: int,
+    chosen: list[KeyTable],
+    environment: Mapping[str, str],
+    functions: Path | None,
+    notes: list[str],
+) -> tuple[_Found | None, ExtractedFile]:
+    """Settings of a Python file that a command starts, and of the command's options."""
+    tables = [one for one in chosen if one.classes]
+    options = _options(tables[0], words, start, script, notes)
+    given = {option.key.replace("-", "_"): option.value for option in options}
+    file = parsed(script, _text_of(script), tables, environment, given)
+    copied = ExtractedFile(functions or _beside_spec(script), file)
+    found = python_settings(file, tables, copied, notes)
+    if found is None:
+        return None, copied
+    one, settings = found
+    settings = [replace(setting, where=f"{script.name}, {setting.where}") for setting in settings]
+    own = file.own_options  # its settings contain them
+    is_read = file.reads_options or not options
+    if not is_read:
+        notes.append(f"{script.name} reads no options: those of the command have no effect")
+    launcher = (*one.launcher, *_LAUNCHER_FILES)
+    kept = [
+        option
+        for option in options
+        if option.key in launcher or (is_read and option.key.replace("-", "_") not in own)
+    ]
+    return (one, settings + kept), copied
+
+
 def _from_shell(
     path: Path,
-    text: str,
+    begun: list[list[Arg]],
     chosen: list[KeyTable],
     environment: Mapping[str, str],
     arguments: list[str],
@@ -119,8 +181,8 @@ def _from_shell(
     def started(script: str) -> list[list[Arg]]:
         return commands(script, path=path, environment=environment, arguments=arguments, notes=notes)
 
-    found: list[_Found] = []
-    pending = started(text)
+    launches: list[_Found] = []
+    pending = list(begun)
     patterns = [pattern for one in chosen for pattern in one.commands]
     while pending:
         args = pending.pop(0)
@@ -130,15 +192,15 @@ def _from_shell(
         if nested and len(args) > 1:
             pending += started(nested[0])
             continue
-        for one in chosen:
-            if launched := _launched_at(one, words):
+        for key_table in chosen:
+            if launched := _launched_at(key_table, words):
                 start, variant = launched
-                found.append((one, [*variant, *_options(one, words, start, path, notes)]))
-    if not found:
+                launches.append((key_table, [*variant, *_options(key_table, words, start, path, notes)]))
+    if not launches:
         return None
-    if len(found) > 1:
-        notes.append(f"{len(found)} launch commands; the one with the most settings is read")
-    return max(found, key=lambda item: len(item[1]))
+    if len(launches) > 1:
+        notes.append(f"{len(launches)} launch commands; the one with the most settings is read")
+    return max(launches, key=lambda item: len(item[1]))
 
 
 def _words(text: str) -> list[str]:
@@ -149,20 +211,20 @@ def _words(text: str) -> list[str]:
     return pieces if is_line and "{" not in text[:1] else [text]
 
 
-def _launched_at(one: KeyTable, args: list[Arg]) -> tuple[int, list[ForeignSetting]] | None:
+def _launched_at(key_table: KeyTable, args: list[Arg]) -> tuple[int, list[ForeignSetting]] | None:
     """Index of the first argument after the launch command, and the class that this names; None: no such."""
     line = ""
     for number, arg in enumerate(args):
         line = f"{line} {arg.text}"
-        for found in filter(None, (re.search(pattern, line) for pattern in one.commands)):
-            named = found.groupdict().get("variant")
-            classes = [name for name, variant in one.variants.items() if variant.command == named]
+        for match in filter(None, (re.search(pattern, line) for pattern in key_table.commands)):
+            named = match.groupdict().get("variant")
+            classes = [name for name, variant in key_table.variants.items() if variant.command == named]
             return number + 1, [ForeignSetting("_class", name, f"line {arg.line}") for name in classes]
     return None
 
 
 def _options(
-    one: KeyTable, args: list[Arg], start: int, path: Path, notes: list[str]
+    key_table: KeyTable, args: list[Arg], start: int, path: Path, notes: list[str]
 ) -> list[ForeignSetting]:
     """The settings in a command's arguments, including the launcher options listed in the table.
 
@@ -179,7 +241,7 @@ def _options(
             if note not in notes:
                 notes.append(note)
             continue
-        if is_launcher and text[2:].partition("=")[0] not in (*one.launcher, *_LAUNCHER_FILES):
+        if is_launcher and text[2:].partition("=")[0] not in (*key_table.launcher, *_LAUNCHER_FILES):
             continue
         if text.startswith("--"):
             name, equals, value = text[2:].partition("=")
@@ -189,16 +251,18 @@ def _options(
             ):
                 values.append(args[at].text)
                 at += 1
-            if name in _LAUNCHER_FILES and one.launcher and values:
+            if name in _LAUNCHER_FILES and key_table.launcher and values:
                 of_file = _other_file(path, values[0], notes)
-                in_files += [setting for setting in of_file if setting.key in one.launcher]
+                in_files += [setting for setting in of_file if setting.key in key_table.launcher]
             elif name in {"config", "config-name", "config-path", "config-file"} and values:
                 in_files += _other_file(path, values[0], notes)
-            elif name and one.style == "flags":
+            elif name and key_table.style == "flags":
                 options.append(ForeignSetting(name, _value(values) if values else True, line))
-            elif one.style == "hydra" and not equals:  # what follows are overrides, not the option's values
+            elif (
+                key_table.style == "hydra" and not equals
+            ):  # what follows are overrides, not the option's values
                 at -= len(values)
-        elif one.style == "hydra" and (override := _OVERRIDE.fullmatch(text)):
+        elif key_table.style == "hydra" and (override := _OVERRIDE.fullmatch(text)):
             sign, key, value = override.groups()
             options.append(ForeignSetting(f"~{key}" if "~" in sign else key, _hydra_value(value), line))
     return in_files + options
@@ -235,7 +299,7 @@ def _hydra_value(text: str) -> Any:
             return [_hydra_value(item[1]) for item in _HYDRA_ITEM.finditer(inner)]
         return _collection(text)
     if len(text) > 1 and text[0] == text[-1] and text[0] in "'\"":
-        inner = re.sub(rf"(\\+)(?={text[0]}|$)", lambda found: found[1][: len(found[1]) // 2], text[1:-1])
+        inner = re.sub(rf"(\\+)(?={text[0]}|$)", lambda match: match[1][: len(match[1]) // 2], text[1:-1])
         return inner.replace("\\${", "${")
     return _scalar(text)
 
@@ -243,7 +307,10 @@ def _hydra_value(text: str) -> Any:
 def _other_file(path: Path, name: str, notes: list[str]) -> list[ForeignSetting]:
     """Settings of a configuration file that a script or configuration refers to."""
     tried = [path.parent / name, *(parent / name for parent in path.resolve().parents)]
-    file = next((one for one in tried if one.suffix in {".yaml", ".yml"} and one.is_file()), None)
+    file = next(
+        (candidate for candidate in tried if candidate.suffix in {".yaml", ".yml"} and candidate.is_file()),
+        None,
+    )
     if file is None or is_unresolved(name):
         notes.append(f"{name}: this configuration is not read: no such file next to this file")
         return []
@@ -254,8 +321,8 @@ def _from_mapping(path: Path, chosen: list[KeyTable], notes: list[str]) -> _Foun
     settings = _settings_of(path, "line ", notes)
     keys = [setting.key for setting in settings]
     if all(map(leaf_of, keys)) and not any(set(keys) <= one.keys.keys() for one in chosen):
-        what, fix = "every key is one of rlctl's: this is a spec", f"rlctl train --spec {path} --dry-run"
-        raise UsageError(what, where=str(path), fix=fix)
+        message, fix = "every key is one of rlctl's: this is a spec", f"rlctl train --spec {path} --dry-run"
+        raise UsageError(message, where=str(path), fix=fix)
     scores = [sum(setting.key.startswith(tuple(one.marks)) for setting in settings) for one in chosen]
     if not max(scores) and len(chosen) > 1:
         return None
@@ -307,72 +374,14 @@ def _yaml_value(node: yaml.Node) -> Any:
     return parse_scalar(node.value) if is_plain else node.value
 
 
-def _from_python(path: Path, text: str, chosen: list[KeyTable], notes: list[str]) -> _Found | None:
-    """Reads the keyword arguments of configuration classes and later assignments to their attributes."""
-    try:
-        tree = ast.parse(text)
-    except (SyntaxError, ValueError) as error:
-        line = getattr(error, "lineno", 1)
-        raise UsageError("not valid Python", where=f"{path}:{line}") from error
-    constants: dict[str, Any] = {}
-    configs: dict[str, str] = {}  # variable → class of its value
-    assigned: dict[str, dict[str, ast.expr]] = {}  # variable → its values in the file, by their text
-    for node in ast.walk(tree):
-        if isinstance(node, ast.Assign) and len(node.targets) == 1 and isinstance(node.targets[0], ast.Name):
-            assigned.setdefault(node.targets[0].id, {})[ast.unparse(node.value)] = node.value
-    for name, values in assigned.items():
-        for node in values.values():
-            configs |= {name: _called(node)} if isinstance(node, ast.Call) else {}
-            value = _python_value(node, constants)
-            if len(values) == 1 and value is not None and not isinstance(value, Unresolved):
-                constants[name] = value  # of several values, the run of the program determines one
-    each = [(one, list(_python_settings(one, tree, constants, configs))) for one in chosen]
-    best = max(each, key=lambda item: len(item[1]))
-    unread = [setting for setting in best[1] if setting.key.endswith("**")]
-    notes += [f"{setting.where}: **{setting.value} is not read" for setting in unread]
-    return (best[0], [setting for setting in best[1] if setting not in unread]) if best[1] else None
-
-
-def _python_settings(
-    one: KeyTable, tree: ast.Module, constants: Mapping[str, Any], configs: Mapping[str, str]
-) -> Iterator[ForeignSetting]:
-    nodes = (node for node in ast.walk(tree) if isinstance(node, ast.Call | ast.Assign))
-    for node in sorted(nodes, key=lambda node: (node.lineno, node.col_offset)):
-        match node:
-            case ast.Call() if (name := _called(node)) in one.classes:
-                prefix = one.classes[name]
-                yield ForeignSetting(f"{prefix}_class", name, f"line {node.lineno}")
-                for given in node.keywords:
-                    value, where = _python_value(given.value, constants), f"line {given.value.lineno}"
-                    is_dict = given.arg is None and isinstance(value, dict)
-                    for key, each in (value if is_dict else {given.arg or "**": value}).items():
-                        yield ForeignSetting(f"{prefix}{key}", each, where)
-            case ast.Assign(targets=[ast.Attribute(value=ast.Name(id=variable), attr=name), *_]):
-                if (kind := configs.get(variable, "")) in one.classes:
-                    value = _python_value(node.value, constants)
-                    yield ForeignSetting(f"{one.classes[kind]}{name}", value, f"line {node.lineno}")
-
-
-def _called(call: ast.Call) -> str:
-    function = call.func
-    return function.attr if isinstance(function, ast.Attribute) else getattr(function, "id", "")
-
-
-def _python_value(node: ast.expr, constants: Mapping[str, Any]) -> Any:
-    try:
-        return value_of(node, constants)
-    except (ValueError, TypeError, ArithmeticError, KeyError, IndexError, RecursionError):
-        return Unresolved(ast.unparse(node))
-
-
-def _last(one: KeyTable, settings: list[ForeignSetting]) -> dict[str, ForeignSetting]:
+def _last(key_table: KeyTable, settings: list[ForeignSetting]) -> dict[str, ForeignSetting]:
     """The last setting of every key, under the key's canonical name."""
-    found: dict[str, ForeignSetting] = {}
+    latest: dict[str, ForeignSetting] = {}
     for setting in settings:
-        key = one.canonical(setting.key)
-        found.pop(key, None)
-        found[key] = replace(setting, key=key)
-    return found
+        key = key_table.canonical(setting.key)
+        latest.pop(key, None)
+        latest[key] = replace(setting, key=key)
+    return latest
 
 
 def _interpolated(settings: dict[str, ForeignSetting]) -> dict[str, ForeignSetting]:
@@ -382,18 +391,18 @@ def _interpolated(settings: dict[str, ForeignSetting]) -> dict[str, ForeignSetti
         value = setting.value
         if not isinstance(value, Unresolved) or depth > 5:
             return value
-        found = _INTERPOLATION.search(value)
-        if found is None:
+        match = _INTERPOLATION.search(value)
+        if match is None:
             return value
-        dots, name = found.groups()
+        dots, name = match.groups()
         if dots:  # one: a key beside this one; each further one: a level up
             name = ".".join([*setting.key.split(".")[: -len(dots)], name])
         other = replaced(settings[name], depth + 1) if name in settings else value
-        if found[0] == value:
+        if match[0] == value:
             return other
         if isinstance(other, Unresolved):
             return value
-        text = value.replace(found[0], str(other))
+        text = value.replace(match[0], str(other))
         return replaced(replace(setting, value=Unresolved(text)), depth + 1) if "${" in text else text
 
     return {key: replace(setting, value=replaced(setting)) for key, setting in settings.items()}

@@ -1,30 +1,34 @@
-"""Tables that map a framework's keys to spec keys: `frameworks/<name>.toml`.
-
-Also the evaluation of their formulas, and of expressions in Python files and shell scripts, without
-executing code.
-"""
+"""Tables that map a framework's keys to spec keys: `frameworks/<name>.toml`."""
 
 from __future__ import annotations
 
-import ast
-import math
-import operator
 import re
 import tomllib
-from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from functools import cache, cached_property
 from pathlib import Path
 from typing import Any, Literal
 
 from pydantic import BaseModel, ConfigDict
 
+from rlctl.convert.expressions import evaluate
+from rlctl.convert.python_parts import FORMULAS
 from rlctl.errors import UsageError
-from rlctl.spec.keys import open_leaves
+from rlctl.run_spec.keys import open_leaves
 
 _DIRECTORY = Path(__file__).parent / "frameworks"
 _PLACEHOLDER = re.compile(r"\{([A-Za-z_][\w.\[\]-]*)\}")
 
 Style = Literal["hydra", "flags"]
+
+
+@dataclass(frozen=True, slots=True)
+class ForeignSetting:
+    """One key that a file sets."""
+
+    key: str  # the framework's dotted key
+    value: Any  # bool, number, text, None, list, mapping or `Unresolved`
+    where: str  # line, with the file name if it is not the given file
 
 
 class KeyRule(BaseModel):
@@ -87,8 +91,13 @@ class KeyTable(BaseModel):
     launcher: list[str] = []  # options of the preceding launcher that are read, for example `num_processes`
     variants: dict[str, Variant] = {}  # `_class` → its differences
     classes: dict[str, str] = {}  # Python classes that take its keys as arguments → prefix of these keys
+    positional: dict[str, list[str]] = {}  # class → names of the arguments that it takes by position
+    packages: list[str] = []  # packages of Python whose names the table knows
+    parts: list[str] = []  # keys whose value is a list of functions, classes or models
     marks: list[str] = []  # key prefixes that identify the framework
     aliases: dict[str, str] = {}  # other spelling of a key → the key
+    #: spec key without which the spec would train something else → what is missing
+    required: dict[str, str] = {}
     constants: dict[str, Any] = {}  # spec keys that every run of this framework has
     keys: dict[str, KeyRule] = {}  # key → rule; a string is short for `to`
     #: spec key, or name of a fix in `rlctl.diagnose.fixes` → the framework's key or settings; for a spec key
@@ -97,6 +106,11 @@ class KeyTable(BaseModel):
     unsupported: dict[str, str] = {}  # key, or prefix that ends in a dot, dash or underscore → why
     formulas: dict[str, str] = {}  # spec key → expression over `{keys}`
     note: str = ""  # note added to every import
+
+    @property
+    def is_framework(self) -> bool:
+        """Whether its keys are those of a framework."""
+        return self.name != "words"
 
     def defaults(self, variant: object) -> dict[str, Any]:
         """The default of every key that has one, in this class."""
@@ -109,25 +123,33 @@ class KeyTable(BaseModel):
         Empty if it has none, or none for this value.
         """
         known = {} if name in self.fixes else self.keys
-        found = {self.fixes.get(name, ""): KeyRule()} | {
+        rules = {self.fixes.get(name, ""): KeyRule()} | {
             self.option + key: rule
             for key, rule in known.items()
             if rule.to == name and not (rule.unsupported or rule.outside or rule.differs)
         }
-        for key, rule in found.items():
+        for key, rule in rules.items():
             if not key or value is None:
                 continue
             values = rule.values or {"*": "*"}
             theirs = [one for one, ours in values.items() if ours != "*" and word(ours) == value]
             if theirs or "*" in values:
                 return f"{key}{' ' if key[0] == '-' else '='}{theirs[0] if theirs else value}"
-        return "" if value is not None else next(filter(None, found), "")
+        return "" if value is not None else next(filter(None, rules), "")
 
     def canonical(self, key: str) -> str:
         """The table's spelling of a key: resolves aliases and exchanged dashes and underscores."""
+        for alias, whole in self.aliases.items():  # of a mapping: its entries
+            if key.startswith(f"{alias}."):
+                return whole + key.removeprefix(alias)
         spellings = [key, key.replace("-", "_"), key.replace("_", "-")]
         return next(
-            (self.aliases.get(one, one) for one in spellings if one in self.aliases or one in self.keys), key
+            (
+                self.aliases.get(spelling, spelling)
+                for spelling in spellings
+                if spelling in self.aliases or spelling in self.keys
+            ),
+            key,
         )
 
     def rule(self, key: str) -> KeyRule | None:
@@ -157,6 +179,39 @@ class KeyTable(BaseModel):
         return found
 
 
+def explained(
+    table: KeyTable, name: str, *, by_prefix: bool = False
+) -> list[tuple[str, list[str], list[str]]]:
+    """Keys of a table with this name, or whose last parts it is: key, spec keys, and what is said about them.
+
+    With `by_prefix`, a key of which the table knows the beginning only. The spec key with the same meaning
+    comes first, then those that formulas compute from the key.
+    """
+    wanted = name.lstrip("-+~").replace(" ", "_").lower()
+    spellings = {wanted, wanted.replace("_", "-"), wanted.replace("_", " ")}
+    known = {**dict.fromkeys(table.keys), **dict.fromkeys(table.unsupported), **table.aliases}
+    ends = tuple(f".{spelling}" for spelling in spellings)
+    keys = [to or key for key, to in known.items() if f".{key.lower()}".endswith(ends)]
+    if by_prefix:
+        is_key = " " not in name and any(mark in name for mark in "._-")
+        keys = [table.canonical(name)] if is_key else []
+    entries = []
+    for key in dict.fromkeys(keys):
+        rule = table.rule(key)
+        if rule is None:
+            continue
+        same = [target for target, theirs in table.fixes.items() if theirs == table.option + key]
+        targets = [*same, *([rule.to] if rule.to else []), *table.read_by.get(key, [])]
+        texts = [rule.unsupported] if rule.unsupported else []
+        for kind in (rule.differs, rule.note):
+            if isinstance(kind, str):
+                texts += [kind] if kind else []
+            else:
+                texts += [f"{value}: {text}" for value, text in kind.items() if text]
+        entries.append((key, list(dict.fromkeys(targets)), texts))
+    return entries
+
+
 def word(value: Any) -> str:
     """A value as it is written in tables: `true`, `null`, `0.5`."""
     if value is None:
@@ -169,28 +224,17 @@ def placeholders(formula: str) -> list[str]:
     return list(dict.fromkeys(_PLACEHOLDER.findall(formula)))
 
 
-class Open:
-    """An unknown value: a formula can return it unchanged, but not compute with it."""
-
-    def __init__(self, text: str) -> None:
-        self.text = text
-
-    def _refuse(self, *others: object) -> Any:
-        raise TypeError("not known")
-
-    __eq__ = __bool__ = __str__ = _refuse
-    __hash__ = None  # type: ignore[assignment]
-
-
 def compute(formula: str, values: dict[str, Any]) -> Any:
     """Evaluates a formula; a key without a value is None.
 
     Raises:
         ValueError: the formula cannot be computed from these values.
+        NoCounterpart: nor can it by its meaning, with the reason.
     """
     keys = placeholders(formula)
     names = {f"_{number}": values.get(key) for number, key in enumerate(keys)}
-    return evaluate(_PLACEHOLDER.sub(lambda found: f"_{keys.index(found[1])}", formula), names)
+    text = _PLACEHOLDER.sub(lambda match: f"_{keys.index(match[1])}", formula)
+    return evaluate(text, names, FORMULAS)
 
 
 @cache
@@ -227,114 +271,3 @@ def _load(path: Path) -> KeyTable:
         for target, formula in content["formulas"].items():
             content["formulas"][target] = formula.replace(f"<{term}>", f"({expression})")
     return KeyTable.model_validate(content | {"name": path.stem, "keys": keys, "unsupported": unsupported})
-
-
-_OPERATORS: dict[type[ast.AST], Callable[..., Any]] = {
-    ast.Add: operator.add,
-    ast.Sub: operator.sub,
-    ast.Mult: operator.mul,
-    ast.Div: operator.truediv,
-    ast.FloorDiv: operator.floordiv,
-    ast.Mod: operator.mod,
-    ast.Eq: operator.eq,
-    ast.NotEq: operator.ne,
-    ast.Lt: operator.lt,
-    ast.LtE: operator.le,
-    ast.Gt: operator.gt,
-    ast.GtE: operator.ge,
-    ast.In: lambda a, b: a in b,
-    ast.NotIn: lambda a, b: a not in b,
-    ast.Is: operator.is_,
-    ast.IsNot: operator.is_not,
-    ast.USub: operator.neg,
-    ast.UAdd: operator.pos,
-    ast.Not: operator.not_,
-}
-_FUNCTIONS: dict[str, Callable[..., Any]] = {
-    "min": min,
-    "max": max,
-    "int": int,
-    "float": float,
-    "str": str,
-    "len": len,
-    "round": round,
-    "ceil": math.ceil,
-    "only": lambda values, allowed: [value for value in _listed(values) if value in allowed],
-    "drops": lambda values, allowed: any(value not in allowed for value in _listed(values)),
-    "is_parquet": lambda name: str(name).endswith(".parquet"),
-}
-
-
-def _listed(values: Any) -> list[Any]:
-    return values if isinstance(values, list) else [values]
-
-
-#: The most often that an expression may repeat a text or list.
-_MAX_REPEATS = 10_000
-
-
-def evaluate(text: str, names: Mapping[str, Any]) -> Any:
-    """Evaluates an expression over `names`: literals, arithmetic, comparisons, `a if b else c`, `min` ….
-
-    Raises:
-        ValueError: it cannot be evaluated: unsupported syntax, an unknown name, a division by zero.
-    """
-    try:
-        return value_of(ast.parse(text.strip(), mode="eval").body, names)
-    except (SyntaxError, TypeError, ArithmeticError, KeyError, IndexError, RecursionError) as error:
-        raise ValueError(f"cannot be evaluated: {text}") from error
-
-
-def value_of(node: ast.expr, names: Mapping[str, Any]) -> Any:  # noqa: PLR0911, PLR0912
-    """Evaluates a node of a syntax tree.
-
-    Raises:
-        ValueError: as for `evaluate`. Wrong operands raise Python's exceptions.
-    """
-    match node:
-        case ast.Constant():
-            return node.value
-        case ast.Name() if node.id in names:
-            return names[node.id]
-        case ast.BinOp() if type(node.op) in _OPERATORS:
-            left, right = value_of(node.left, names), value_of(node.right, names)
-            if isinstance(node.op, ast.Mult) and not _is_small(left, right):
-                raise ValueError("a sequence repeated too often")
-            return _OPERATORS[type(node.op)](left, right)
-        case ast.UnaryOp() if type(node.op) in _OPERATORS:
-            return _OPERATORS[type(node.op)](value_of(node.operand, names))
-        case ast.BoolOp():
-            wanted = isinstance(node.op, ast.Or)
-            value: Any = None
-            for part in node.values:
-                value = value_of(part, names)
-                if bool(value) is wanted:
-                    break
-            return value
-        case ast.Compare():
-            sides = [value_of(side, names) for side in (node.left, *node.comparators)]
-            pairs = zip(node.ops, sides, sides[1:], strict=False)
-            return all(_OPERATORS[type(op)](a, b) for op, a, b in pairs)
-        case ast.IfExp():
-            return value_of(node.body if value_of(node.test, names) else node.orelse, names)
-        case ast.List() | ast.Tuple():
-            return [value_of(item, names) for item in node.elts]
-        case ast.Dict() if None not in node.keys:
-            keys = [value_of(key, names) for key in node.keys if key is not None]
-            return dict(zip(keys, [value_of(value, names) for value in node.values], strict=True))
-        case ast.Subscript():
-            return value_of(node.value, names)[value_of(node.slice, names)]
-        case ast.JoinedStr():
-            return "".join(str(value_of(part, names)) for part in node.values)
-        case ast.FormattedValue() if node.format_spec is None and node.conversion == -1:
-            return value_of(node.value, names)
-        case ast.Call(func=ast.Name(id=name)) if name in _FUNCTIONS and not node.keywords:
-            return _FUNCTIONS[name](*[value_of(argument, names) for argument in node.args])
-    raise ValueError(f"cannot be evaluated: {ast.unparse(node)}")
-
-
-def _is_small(left: Any, right: Any) -> bool:
-    counts = [
-        b for a, b in ((left, right), (right, left)) if isinstance(a, str | list) and isinstance(b, int)
-    ]
-    return all(count <= _MAX_REPEATS for count in counts)

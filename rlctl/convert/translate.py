@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any, Literal
 
-from rlctl.convert.source import ForeignConfig, ForeignSetting, Unresolved
-from rlctl.convert.table import KeyRule, KeyTable, Open, compute, placeholders, word
-from rlctl.errors import Problem, SpecError
-from rlctl.spec.keys import closest, known_leaves, leaves_of
-from rlctl.spec.load import load_spec
-from rlctl.spec.run_spec import RunSpec
+from rlctl.convert.expressions import NoCounterpart, Open
+from rlctl.convert.python_file import Unresolved, shown_path
+from rlctl.convert.source import ForeignConfig
+from rlctl.convert.table import ForeignSetting, KeyRule, KeyTable, compute, placeholders, word
+from rlctl.errors import Problem, SpecError, UsageError
+from rlctl.run_spec.keys import closest, known_leaves, leaves_of
+from rlctl.run_spec.load import load_spec
+from rlctl.run_spec.run_spec import RunSpec
+from rlctl.user_code import is_file_function
 
 Status = Literal["same", "different", "not supported", "unknown"]
 STATUSES: dict[Status, str] = {
@@ -46,6 +50,7 @@ class Translation:
     #: errors to fix before `rlctl train` accepts the spec, and warnings
     problems: list[Problem] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)  # unsupported parts of the file
+    functions: tuple[Path, str] | None = None  # a file with functions of a script, and its text
 
     @property
     def counts(self) -> dict[Status, int]:
@@ -57,34 +62,43 @@ def translate(source: ForeignConfig) -> Translation:
     """Applies the framework's table to the settings of a file."""
     table = source.table
     result = Translation(table, [], {}, {}, notes=source.notes + ([table.note] if table.note else []))
-    given = {key: setting.value for key, setting in source.settings.items()}
-    defaults = table.defaults(given.get("_class"))
-    values = defaults | given
+    result.functions = source.functions
+    settings = {key: setting.value for key, setting in source.settings.items()}
+    defaults = table.defaults(settings.get("_class"))
+    values = defaults | settings
     computed = {target: _computed(formula, values) for target, formula in table.formulas.items()}
     for key, value in table.constants.items():
         result.spec[key], result.origins[key] = value, f"always so in {table.title}"
     faults = {
-        target: _faulty(table.formulas[target], values, defaults, given)
+        target: _faulty(table.formulas[target], values, defaults, settings)
         for target, value in computed.items()
-        if value is _MISSING
+        if isinstance(value, _Missing)
     }
     for key, setting in source.settings.items():
         targets = [one for one in table.read_by.get(key, []) if key in faults.get(one, (key,))]
         _add_row(result, setting, values, {target: computed[target] for target in targets})
-    _add_defaults(result, given, defaults, computed)
+    _add_defaults(result, settings, defaults, computed)
+    _refuse_unknown(result)
     result.spec = {key: result.spec[key] for key in known_leaves() if key in result.spec} | result.spec
     result.problems += _problems(result)
     return result
 
 
-#: `_MISSING`: a value without equivalent. `_LEFT_OUT`: a formula gives no value, so the spec key is not set.
-_MISSING, _LEFT_OUT = object(), object()
+@dataclass(frozen=True, slots=True)
+class _Missing:
+    """A value without equivalent."""
+
+    reason: str = ""  # empty: it has none
+
+
+#: A formula gives no value, so the spec key is not set.
+_LEFT_OUT = object()
 
 
 def _computed(formula: str, values: dict[str, Any]) -> Any:
     """Value of a formula; `Unresolved` if it depends on a key that the file does not determine.
 
-    `_LEFT_OUT` if the formula returns `leave out`, `_MISSING` if it cannot be computed, for example because
+    `_LEFT_OUT` if the formula returns `leave out`, `_Missing` if it cannot be computed, for example because
     it needs a key without a value.
     """
     used = {key: values.get(key) for key in placeholders(formula)}
@@ -92,8 +106,10 @@ def _computed(formula: str, values: dict[str, Any]) -> Any:
     known = {key: Open(value) if isinstance(value, Unresolved) else value for key, value in used.items()}
     try:
         value = compute(formula, known)
+    except NoCounterpart as error:
+        return _Missing(str(error))
     except ValueError:
-        return unresolved[0] if unresolved else _MISSING
+        return unresolved[0] if unresolved else _Missing()
     for part in value if isinstance(value, list) else [value]:
         if isinstance(part, Open):
             return Unresolved(part.text)
@@ -105,7 +121,9 @@ def _faulty(
 ) -> list[str]:
     """Keys of the file because of which a formula cannot be computed: all that it reads, if no single one."""
     keys = [key for key in placeholders(formula) if key in given]
-    single = [key for key in keys if _computed(formula, values | {key: defaults.get(key)}) is not _MISSING]
+    single = [
+        key for key in keys if not isinstance(_computed(formula, values | {key: defaults.get(key)}), _Missing)
+    ]
     return single or keys
 
 
@@ -123,7 +141,7 @@ def _add_row(
         return
     targets = ({rule.to: _mapped(rule, values[key])} if rule.to else {}) | computed
     targets = {target: value for target, value in targets.items() if value is not _LEFT_OUT}
-    lost = [target for target, value in targets.items() if value is _MISSING]
+    lost = {target: value.reason for target, value in targets.items() if isinstance(value, _Missing)}
     unknown = {target: value for target, value in targets.items() if isinstance(value, Unresolved)}
     became = {target: value for target, value in targets.items() if target not in (*lost, *unknown)}
     difference = rule.difference(setting.value, values)
@@ -133,22 +151,30 @@ def _add_row(
         off = _is_neutral(rule, setting.value)
         status, note = ("same", "off here too") if off else ("not supported", rule.unsupported)
     elif lost:
-        status, note = "not supported", f"no counterpart of {word(setting.value)}"
-        note += f": {difference}" if difference else ""
-        what = f"{key} = {word(setting.value)} has no counterpart; rlctl's default would be used"
-        fix = "write the key into the spec"
-        result.problems += [Problem("error", target, what, fix) for target in lost]
+        why = next(iter(lost.values())) or difference
+        status, note = "not supported", f"no counterpart of {_shown(setting.value)}{': ' if why else ''}{why}"
+        reported = {problem.key for problem in result.problems}
+        for target, reason in lost.items():
+            message = f"{key} = {_shown(setting.value)} has no counterpart"
+            message += f": {reason}" if reason else "; rlctl's default would be used"
+            if target not in reported:
+                result.problems.append(Problem("error", target, message, "write the key into the spec"))
     reported = {problem.key for problem in result.problems}
     for target, value in unknown.items():
         if target not in reported:
-            what = f"{key} depends on {value}, which the file does not determine ({setting.where})"
+            message = f"{key} depends on {value}, which the file does not determine ({setting.where})"
             fix = "set its variables with --set NAME=VALUE, or write the key into the spec"
-            result.problems.append(Problem("error", target, what, fix))
+            result.problems.append(Problem("error", target, message, fix))
     if unknown:
         note = f"not determined by the file{': ' if note else ''}{note}"
     result.spec |= became
     result.origins |= dict.fromkeys(became, f"{key}, {setting.where}")
     result.rows.append(KeyOutcome(key, setting.value, status, became, note, setting.where))
+
+
+def _shown(value: Any) -> str:
+    """A value as a sentence about it gives it."""
+    return ", ".join(word(item) for item in value) if isinstance(value, list) else word(value)
 
 
 def _is_neutral(rule: KeyRule, value: Any) -> bool:
@@ -161,7 +187,7 @@ def _mapped(rule: KeyRule, value: Any) -> Any:
     if word(value) in rule.values:
         mapped = rule.values[word(value)]
         return None if mapped == "null" else mapped
-    return value if "*" in rule.values else _MISSING
+    return value if "*" in rule.values else _Missing()
 
 
 def _add_defaults(
@@ -176,13 +202,13 @@ def _add_defaults(
         if rule.unsupported and not _is_neutral(rule, default):
             result.implied.append(KeyOutcome(key, default, "not supported", {}, rule.unsupported, ""))
             continue
-        found = {rule.to: _mapped(rule, default)} if rule.to and default is not None else {}
-        found |= {target: computed[target] for target in result.table.read_by.get(key, [])}
+        targets = {rule.to: _mapped(rule, default)} if rule.to and default is not None else {}
+        targets |= {target: computed[target] for target in result.table.read_by.get(key, [])}
         became = {
             target: value
-            for target, value in found.items()
+            for target, value in targets.items()
             if target not in result.spec
-            and not (value is _MISSING or value is _LEFT_OUT or isinstance(value, Unresolved))
+            and not (isinstance(value, _Missing | Unresolved) or value is _LEFT_OUT)
             and not _is_equal(value, ours.get(target))
         }
         if not became:
@@ -203,14 +229,57 @@ def _is_equal(value: Any, ours: Any) -> bool:
     return bool(value == ours) or word(value) == word(ours)
 
 
+def _refuse_unknown(result: Translation) -> None:
+    """Refuses a file most of whose keys the table does not know.
+
+    Raises:
+        UsageError: it is of another version or program.
+    """
+    rows = [row for row in result.rows if not row.key.endswith("_class")]
+    unknown = [row.key for row in rows if row.status == "unknown"]
+    if 2 * len(unknown) > len(rows):
+        some = ", ".join(unknown[:5]) + (", …" if len(unknown) > 5 else "")
+        message = f"{len(unknown)} of {len(rows)} keys are none of {result.table.title}: {some}"
+        raise UsageError(message, fix="is it another version's or framework's? `--from` names the framework")
+
+
+#: A reward, by any of these keys; an environment may have one of its own.
+_REWARDS = ("reward.name", "reward.terms", "reward.model.path")
+#: Keys with names of users' files.
+_FILES = ("reward.name", "reward.terms", "environment.name")
+
+
 def _problems(result: Translation) -> list[Problem]:
-    """Problems found by the spec check, and a missing model, because rlctl's default would be used."""
-    found: list[Problem] = []
-    if "model.path" not in result.spec and all(one.key != "model.path" for one in result.problems):
-        what = "the file does not contain it: the built-in tiny model would be trained"
-        found.append(Problem("error", "model.path", what, "write it into the spec"))
+    """Problems found by the spec check, and what is missing because rlctl's default would be used."""
+    reported = {problem.key for problem in result.problems}
+    problems: list[Problem] = []
+    missing = result.table.required | {
+        "model.path": "the file does not contain it: the built-in tiny model would be trained"
+    }
+    for key, message in missing.items():
+        either = _REWARDS if key in _REWARDS else (key,)
+        if not reported.union(result.spec).intersection(either):
+            problems.append(Problem("error", key, message, "write it into the spec"))
+    problems += _missing_files(result)
+    own_files = frozenset(key for key in _FILES if ".py:" in str(result.spec.get(key)))  # not imported
+    checked = {key: value for key, value in result.spec.items() if key not in own_files}
     try:
-        loaded = load_spec(overrides=result.spec)
+        loaded = load_spec(overrides=checked, left_open=own_files)
     except SpecError as error:
-        return found + error.problems
-    return found + loaded.warnings
+        return problems + error.problems
+    return problems + loaded.warnings
+
+
+def _missing_files(result: Translation) -> list[Problem]:
+    """Files of functions and classes that are not there."""
+    terms = result.spec.get("reward.terms") or []
+    named = [("reward.terms", term["name"]) for term in terms]
+    named += [(key, result.spec[key]) for key in _FILES if isinstance(result.spec.get(key), str)]
+    files = {(key, str(name).rpartition(":")[0]) for key, name in named if is_file_function(name)}
+    fix = "put it there; of a function of an installed package, write a file that imports it"
+    written = result.functions and shown_path(result.functions[0])
+    return [
+        Problem("error", key, f"{file}: no such file", fix)
+        for key, file in sorted(files)
+        if file != written and not Path(file).expanduser().is_file()
+    ]

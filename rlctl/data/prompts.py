@@ -9,14 +9,15 @@ from __future__ import annotations
 import hashlib
 import json
 import re
-from collections.abc import Mapping, Sequence
-from functools import lru_cache
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
-from numpy.typing import NDArray
 
 from rlctl.batch import Task
+from rlctl.chat_template import rendered
+from rlctl.data.mixture import MixedSource, PromptMixture, permutation
 from rlctl.data.read import check_batch_size
 from rlctl.data.schema import Row
 from rlctl.errors import UsageError
@@ -49,6 +50,7 @@ class Renderer:
                 fix=f"leave it out; where a preset gives it: data.chat_template_kwargs.{unread[0]}=null",
             )
         self._reads_tools = re.search(r"\btools\b", template) is not None
+        self._reads_calls = "tool_calls" in template
         added = tokenizer("")["input_ids"]
         #: whether the tokenizer adds its start token to plain text
         self.adds_start = bool(added) and added[0] == tokenizer.bos_token_id
@@ -67,14 +69,19 @@ class Renderer:
         continues = row.prompt[-1].role == "assistant"
         given: dict[str, Any] = {"tools": row.tools} if row.tools else {}
         if given and not self._reads_tools:
-            what = "the row has tools, but the model's chat template shows none"
-            raise UsageError(what, where=place_of(row), fix="describe them in the system message")
+            problem = "the row has tools, but the model's chat template shows none"
+            raise UsageError(problem, where=place_of(row), fix="describe them in the system message")
+        if not self._reads_calls and any("tool_calls" in message.other for message in row.prompt):
+            problem = "the prompt has tool calls, but the model's chat template shows none"
+            raise UsageError(
+                problem, where=place_of(row), fix="write the calls into the content of the message"
+            )
         try:
-            text: str = self.tokenizer.apply_chat_template(
-                list(messages_of(row)),
+            text = rendered(
+                self.tokenizer,
+                messages_of(row),
                 add_generation_prompt=generation_prompt and not continues,
                 continue_final_message=continues,
-                tokenize=False,
                 **given,
                 **self._kwargs,
             )
@@ -112,9 +119,9 @@ class Renderer:
             )
 
 
-def messages_of(row: Row) -> tuple[dict[str, str], ...]:
+def messages_of(row: Row) -> tuple[dict[str, Any], ...]:
     """The row's prompt in the format that chat templates expect."""
-    return tuple({"role": message.role, "content": message.content} for message in row.prompt)
+    return tuple(message.fields for message in row.prompt)
 
 
 def template_sha256(chat_template: str | None) -> str | None:
@@ -131,10 +138,14 @@ class PromptDataset:
     """Prompts for a model, as token ids.
 
     Prompts of more than `max_prompt_length` tokens are dropped if `filter_overlong`, else they are an error.
+    `first_length` says how many tokens the first turn of a task reads; None: those of the rendered row.
+
+    `mix` gives name, number of rows and weight of the sources whose rows follow each other; without it,
+    every row comes once per epoch.
 
     Raises:
         UsageError: a prompt cannot be rendered, starts with two start tokens or is too long (if not
-            filtered; names the row), or no prompt is left.
+            filtered; names the row), or no prompt is left, or none of a source.
     """
 
     def __init__(
@@ -145,7 +156,10 @@ class PromptDataset:
         max_prompt_length: int,
         filter_overlong: bool,
         chat_template_kwargs: Mapping[str, Any] | None = None,
+        mix: Sequence[MixedSource] = (),
+        first_length: Callable[[Task], int] | None = None,
     ) -> None:
+        kept: list[int] = []  # indices of the rows that are kept
         self.rows: list[Row] = []  # those kept, in order
         self.token_ids: list[list[int]] = []
         self.texts: list[str] = []  # their rendered prompts
@@ -153,17 +167,25 @@ class PromptDataset:
         for start in range(0, len(rows), TOKENISE_AT_ONCE):
             chunk = rows[start : start + TOKENISE_AT_ONCE]
             texts = [renderer.text(row) for row in chunk]
-            for row, text, ids in zip(chunk, texts, renderer.encode(texts), strict=True):
+            encoded = renderer.encode(texts)
+            for number, (row, text, ids) in enumerate(zip(chunk, texts, encoded, strict=True), start):
                 renderer.check_start(row, ids)
-                if len(ids) <= max_prompt_length:
+                length = len(ids)
+                if first_length is not None:
+                    messages, chosen = messages_of(row), row.environment
+                    task = Task(ids, text, row=row.index, messages=messages, environment=chosen)
+                    length = first_length(task)
+                if length <= max_prompt_length:
+                    kept.append(number)
                     self.rows.append(row)
                     self.token_ids.append(ids)
                     self.texts.append(text)
                 elif not filter_overlong:
                     limit = f"data.max_prompt_length = {max_prompt_length}"
-                    fix = f"{len(ids)}, or set data.filter_overlong_prompts=true"
+                    fix = f"{length}, or set data.filter_overlong_prompts=true"
+                    tools = ", descriptions of tools included" if length > len(ids) else ""
                     raise UsageError(
-                        f"the prompt has {len(ids)} tokens, more than {limit}",
+                        f"the prompt has {length} tokens{tools}, more than {limit}",
                         where=place_of(row),
                         fix=f"raise data.max_prompt_length to {fix}",
                     )
@@ -174,6 +196,10 @@ class PromptDataset:
                 where="data.max_prompt_length",
                 fix="raise data.max_prompt_length",
             )
+        ends = np.cumsum([0, *(source.size for source in mix)])
+        sizes = np.diff(np.searchsorted(kept, ends))
+        parts = (replace(source, size=int(size)) for source, size in zip(mix, sizes, strict=True))
+        self.mixture = PromptMixture(tuple(parts)) if mix else None  # of the rows that are kept
 
     def __len__(self) -> int:
         return len(self.rows)
@@ -186,7 +212,8 @@ class PromptDataset:
         """
         digest = hashlib.sha256()
         for row, ids in zip(self.rows, self.token_ids, strict=True):
-            messages = [[message.role, message.content] for message in row.prompt]  # graders may read them
+            # Graders may read the messages.
+            messages = [[turn.role, turn.content, *filter(None, [turn.other])] for turn in row.prompt]
             content = [row.data_source, ids, messages, row.ground_truth, row.extra]
             digest.update(json.dumps(content, sort_keys=True, default=str).encode())
         return digest.hexdigest()
@@ -208,9 +235,12 @@ class PromptDataset:
         """Index of the prompt at a position in the concatenated epochs.
 
         With `shuffle`, each epoch has a different permutation of all rows, drawn from `seed` and its number.
+        A mixture has the shares of its sources in each epoch.
         """
+        if self.mixture:
+            return self.mixture.row_at(position, seed=seed, shuffle=shuffle)
         epoch, place = divmod(position, len(self))
-        return int(_permutation(len(self), seed, epoch)[place]) if shuffle else place
+        return int(permutation(len(self), (seed, epoch))[place]) if shuffle else place
 
     def tasks(self, indices: Sequence[int], group_ids: Sequence[int]) -> list[Task]:
         """The prompts at `indices`; `group_ids` are their positions in the batch over all ranks."""
@@ -232,10 +262,3 @@ class PromptDataset:
     def all_tasks(self) -> list[Task]:
         """All prompts, each as a group of its own."""
         return self.tasks(range(len(self)), range(len(self)))
-
-
-@lru_cache(maxsize=2)
-def _permutation(size: int, seed: int, epoch: int) -> NDArray[np.int64]:
-    # RandomState, not Generator: NumPy guarantees that its streams never change between versions.
-    state = np.random.RandomState(np.random.MT19937(np.random.SeedSequence([seed, epoch])))
-    return state.permutation(size)

@@ -4,16 +4,31 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Mapping, Sequence
+import re
+from collections.abc import Iterable, Mapping, Sequence
 from decimal import Decimal
+from functools import lru_cache
 from typing import Any, TypeGuard
 
 import orjson
 
-from rlctl.data.schema import OTHER, Message, Row
+from rlctl.data.literals import answer_in, conversation_in
+from rlctl.data.schema import OTHER, PLACE, Message, Row
 from rlctl.errors import UsageError
 
 Values = Mapping[str, Any]
+#: Columns of the row schema, which do not become fields of `extra_info`.
+ROW_COLUMNS = frozenset(
+    {"data_source", "prompt", "ability", "reward_model", "extra_info", "environment", "tools", PLACE}
+)
+_MEDIA = re.compile(
+    r"(?:\w+_)?(?:image|img|picture|photo|video|audio)s?(?:_?\d{1,2})?"
+    r"(?:_(?:url|path|file|file_?name|byte|data|base64|b64)s?)?|pixel_values",
+    re.IGNORECASE,
+)
+#: How files of pictures, sound and videos begin, as bytes and as text.
+_MAGIC = (b"\xff\xd8\xff", b"\x89PNG", b"GIF8", b"RIFF", b"BM", b"ID3", b"OggS", b"fLaC")
+_DATA_URLS = ("data:image/", "data:video/", "data:audio/")
 
 _SHAREGPT_ROLES = {
     "human": "user",
@@ -30,8 +45,8 @@ class RowError(ValueError):
 def parse_messages(value: Any) -> tuple[Message, ...]:
     """Parses a prompt: text, or a list of {role, content} or of ShareGPT's {from, value}, or one of them.
 
-    Content is text, or a list of parts of text (joined by line breaks). Tool calls of a reply become text of
-    it, `<tool_call>{"name": …, "arguments": …}</tool_call>`.
+    Content is text, or a list of parts of text (joined by line breaks). A conversation may be stored as text,
+    JSON or Python. Tool calls of a reply are kept for the chat template.
 
     Raises:
         RowError: the prompt is missing, empty, or of another form.
@@ -39,7 +54,13 @@ def parse_messages(value: Any) -> tuple[Message, ...]:
     if value is None:
         raise RowError("the prompt is null")
     if isinstance(value, str):
-        return (_message("user", value),)
+        try:
+            conversation = conversation_in(value)
+        except ValueError as error:
+            raise RowError(f"the prompt is {error}") from None
+        if conversation is None:
+            return (_message("user", {"content": value}),)
+        value = conversation
     if isinstance(value, Mapping) and {"role", "from"} & value.keys():
         value = [value]
     if not isinstance(value, list):
@@ -53,28 +74,54 @@ def parse_messages(value: Any) -> tuple[Message, ...]:
         if "from" in turn and "role" not in turn:
             role = turn["from"]
             role = _SHAREGPT_ROLES.get(role, role) if isinstance(role, str) else None
-            messages.append(_message(role, turn.get("value")))
+            messages.append(_message(role, {"content": turn.get("value")}))
         else:
-            messages.append(_message(turn.get("role"), turn.get("content"), turn.get("tool_calls")))
+            messages.append(_message(turn.get("role"), turn))
     return tuple(messages)
 
 
-def _message(role: Any, content: Any, calls: Any = None) -> Message:
+def _message(role: Any, turn: Mapping[str, Any]) -> Message:
+    content = turn.get("content")
     if not isinstance(role, str) or not role:
         raise RowError("a message of the prompt has no role")
     if isinstance(content, list):
         content = "\n".join(map(_part, content))
-    if calls is not None and len(calls):
-        content = "\n".join(filter(None, [content, *map(_call_text, calls)]))
+    fields = _fields_of(role, turn)
+    if content is None and fields.get("tool_calls"):
+        content = ""
     if not isinstance(content, str):
         raise RowError(f"a message's content is {kind_of(content)}, not text")
-    if not content.strip():
+    if not content.strip() and not fields.get("tool_calls"):
         raise RowError(f"the {role} message of the prompt is empty")
-    return Message(check_text(role), check_text(content))
+    other = json.dumps(fields, ensure_ascii=False) if fields else ""
+    return Message(check_text(role), check_text(content), check_text(other))
 
 
-def _call_text(call: Any) -> str:
-    """A tool call in the form of chat completions, as text."""
+def _fields_of(role: str, turn: Mapping[str, Any]) -> dict[str, Any]:
+    """Fields of a message besides its content: tool calls, and what a tool's output answers."""
+    if isinstance(stored := turn.get(OTHER), str) and stored:
+        try:
+            turn = {**turn, **json.loads(stored)}
+        except (ValueError, TypeError):
+            raise RowError(f"the field {OTHER!r} of a message is not JSON") from None
+    calls = turn.get("tool_calls")
+    if isinstance(calls, str):
+        try:
+            calls = json.loads(calls) if calls else None
+        except ValueError:
+            raise RowError("tool_calls of a message is not JSON") from None
+    fields: dict[str, Any] = {}
+    if isinstance(calls, list) and calls:
+        fields["tool_calls"] = list(map(_call, calls))
+    elif calls:
+        raise RowError(f"tool_calls of a message is {kind_of(calls)}, not a list")
+    if role == "tool":
+        fields |= {name: turn[name] for name in ("name", "tool_call_id") if isinstance(turn.get(name), str)}
+    return fields
+
+
+def _call(call: Any) -> dict[str, Any]:
+    """A tool call in the form of chat completions, with its arguments as a mapping."""
     function = call.get("function", call) if isinstance(call, Mapping) else None
     name = function.get("name") if isinstance(function, Mapping) else None
     arguments = function.get("arguments") if isinstance(function, Mapping) else None
@@ -85,7 +132,8 @@ def _call_text(call: Any) -> str:
     if not isinstance(name, str) or not isinstance(arguments, Mapping):
         raise RowError("a tool call of the prompt is not {function: {name, arguments}}")
     written = {"name": name, "arguments": _without_nulls(json_able(arguments))}
-    return f"<tool_call>{json.dumps(written, ensure_ascii=False)}</tool_call>"
+    called = {"id": call["id"]} if isinstance(call.get("id"), str) else {}
+    return {**called, "type": "function", "function": written}
 
 
 def episode_columns(values: Values) -> dict[str, Any]:
@@ -94,11 +142,11 @@ def episode_columns(values: Values) -> dict[str, Any]:
     Raises:
         RowError: they have another form.
     """
-    found: dict[str, Any] = {}
+    columns: dict[str, Any] = {}
     if (name := values.get("environment")) is not None and name != "":
         if not isinstance(name, str):
             raise RowError(f"environment is {kind_of(name)}, not a name")
-        found["environment"] = check_text(name)
+        columns["environment"] = check_text(name)
     if (tools := values.get("tools")) is not None and tools != "":
         try:
             tools = json.loads(tools) if isinstance(tools, str) else _without_nulls(json_able(tools))
@@ -106,8 +154,8 @@ def episode_columns(values: Values) -> dict[str, Any]:
             raise RowError("tools is not JSON") from None
         if not isinstance(tools, list) or not all(map(_is_schema, tools)):
             raise RowError("tools is not a list of {type: function, function: {name, …}}")
-        found |= {"tools": tools} if tools else {}
-    return found
+        columns |= {"tools": tools} if tools else {}
+    return columns
 
 
 def _is_schema(tool: Any) -> bool:
@@ -122,12 +170,12 @@ def _without_nulls(value: Any) -> Any:
     return [_without_nulls(item) for item in value] if isinstance(value, list) else value
 
 
-def _part(part: Any) -> str:
+def _part(content: Any) -> str:
     """The text of one part of a message's content."""
-    text = part.get("text") if isinstance(part, Mapping) else part
+    text = content.get("text") if isinstance(content, Mapping) else content
     if isinstance(text, str):
         return text
-    kind = part.get("type") if isinstance(part, Mapping) else kind_of(part)
+    kind = content.get("type") if isinstance(content, Mapping) else kind_of(content)
     raise RowError(f"a part of a message's content is {kind}, not text")
 
 
@@ -145,54 +193,86 @@ def check_last_turn(prompt: Sequence[Message], *, continue_final_message: bool =
     )
 
 
-def parse_answer(value: Any, name: str) -> str:
-    """Parses an answer: text or a number; 7.0 becomes 7, because integers with nulls are often stored so.
+def parse_answer(value: Any, name: str, *, reads_literals: bool = True) -> str:
+    """Parses an answer: text, a number, a bool, or a list of them; a missing answer is "".
 
-    A list of one answer is that answer. A missing answer is "".
+    7.0 becomes 7, because integers with nulls are often stored so. A list of one answer is that answer; one
+    of several means alternatives, and becomes the JSON text of a list of texts. With `reads_literals` lists
+    may be stored as text, see `literals.answer_in`.
 
     Raises:
-        RowError: the answer is of another type.
+        RowError: the answer is of another type, or NaN or infinite.
     """
-    if isinstance(value, list) and len(value) == 1:
-        value = value[0]
+    if isinstance(value, str) and reads_literals:
+        try:
+            value = answer_in(value)
+        except ValueError as error:
+            fix = "write JSON, or name the column of the answer itself"
+            raise RowError(f"{name} is {error}: {fix}") from None
+    if isinstance(value, list | tuple):
+        texts = [_scalar_text(item, f"an element of {name}") for item in value]
+        texts = [text for text in texts if text.strip()]
+        value = json.dumps(texts, ensure_ascii=False) if len(texts) > 1 else "".join(texts)
+    text = _scalar_text(value, name)
+    return check_text(text) if text.strip() else ""
+
+
+def _scalar_text(value: Any, name: str) -> str:
+    """The text of one answer."""
     if isinstance(value, float):
-        value = None if not math.isfinite(value) else int(value) if value.is_integer() else value
-    if is_integer(value) or isinstance(value, float):
-        value = str(value)
-    elif isinstance(value, Decimal):
-        value = f"{value:f}"
+        if not math.isfinite(value):
+            raise RowError(f"{name} is {value}, not a number")
+        value = int(value) if value.is_integer() else value
+    if isinstance(value, int | float):
+        return str(value)
+    if isinstance(value, Decimal):
+        return f"{value:f}"
     if value is None:
         return ""
+    if isinstance(value, Mapping) and value:
+        fields = ", ".join(list(map(str, value))[:5])
+        raise RowError(f"{name} has the fields {fields}: name one of them, as in --answer-key COLUMN.FIELD")
     if not isinstance(value, str):
-        raise RowError(f"{name} is {kind_of(value)}, not text or a number")
-    return check_text(value) if value.strip() else ""
+        raise RowError(f"{name} is {kind_of(value)}, not text, a number or a list of them")
+    return value
 
 
 def given_answer(value: Any, name: str) -> str:
-    """As `parse_answer`, but raises a RowError for a missing answer."""
-    if answer := parse_answer(value, name):
+    """As `parse_answer`, but raises a RowError for a missing answer; a text stays as it is."""
+    if answer := parse_answer(value, name, reads_literals=False):
         return answer
     raise RowError(f"{name} is {'null' if value is None else 'empty'}")
 
 
 def parse_row(
-    values: Values, prompt_key: str = "prompt", answer_key: str = "reward_model.ground_truth"
+    values: Values,
+    prompt_key: str = "prompt",
+    answer_key: str = "reward_model.ground_truth",
+    *,
+    number: int = 0,
+    where: str = "",
 ) -> Row:
     """Parses a record with verl's columns; its ground truth is "" if it is missing.
 
-    A structured ground truth (verl's Countdown files) becomes JSON text.
+    A structured ground truth (verl's Countdown files) becomes JSON text; a list of answers is as in
+    `parse_answer`. All fields of `extra_info` are kept, and other columns join them. `number`: index of a row
+    that has none of its own; `where`: its origin.
 
     Raises:
         RowError: a column is missing or has an invalid value.
     """
+    check_media(values)
     truth = lookup(values, answer_key)
     if isinstance(truth, list) and len(truth) == 1:
         truth = truth[0]
-    if isinstance(truth, Mapping | list) and truth:
+    if truth and (isinstance(truth, Mapping) or _is_nested(truth)):
         truth = json.dumps(json_able(truth), ensure_ascii=False, sort_keys=True)
     reward_model, extra = values.get("reward_model"), values.get("extra_info")
     style = reward_model.get("style") if isinstance(reward_model, Mapping) else None
-    extra = (extra_of(extra) if isinstance(extra, Mapping) else {}) | episode_columns(values)
+    extra = extra_of(extra) if isinstance(extra, Mapping) else {}
+    names = (name for name in values if name not in ROW_COLUMNS)
+    extra = with_columns(extra, values, names) | episode_columns(values)
+    index = extra.get("index")
     return Row(
         data_source=source_named(values, "data_source"),
         prompt=parse_messages(lookup(values, prompt_key)),
@@ -202,8 +282,61 @@ def parse_row(
         split=text_of(extra.get("split")),
         question=text_of(extra.get("question")),
         answer=text_of(extra.get("answer")),
+        index=index if is_integer(index) else number,
         extra=extra,
+        where=where,
     )
+
+
+def _is_nested(value: Any) -> bool:
+    return isinstance(value, list) and any(isinstance(item, list | Mapping) for item in value)
+
+
+def check_media(values: Values) -> None:
+    """Refuses a record with pictures, videos or sound, of which training would read nothing.
+
+    Raises:
+        RowError: it has such a column: by its name, in the form that `datasets` stores files in, as bytes or
+            as `data:` URLs.
+    """
+    named = _media_names(tuple(values))
+    for name, value in values.items():
+        first = value[0] if isinstance(value, list) and value else value
+        is_file = (
+            (isinstance(first, dict) and first.keys() == {"bytes", "path"})
+            or (isinstance(first, bytes) and first.startswith(_MAGIC))
+            or (isinstance(first, str) and first.startswith(_DATA_URLS))
+        )
+        is_named = name in named and bool(value) and not isinstance(value, bool | int | float)
+        if is_named or is_file:
+            fix = "remove these rows, or the column if the questions can do without"
+            raise RowError(f"column {name!r} has pictures, videos or sound, and only text is read: {fix}")
+
+
+@lru_cache(maxsize=4096)
+def _media_names(names: tuple[str, ...]) -> frozenset[str]:
+    return frozenset(filter(_MEDIA.fullmatch, names))
+
+
+def with_columns(extra: dict[str, Any], values: Values, names: Iterable[str]) -> dict[str, Any]:
+    """Returns fields of `extra_info` together with the columns of these names, as JSON types.
+
+    A column `split` becomes `original_split`, because the prepared files have one of their own.
+
+    Raises:
+        RowError: a column and a field of `extra_info` have one name and different values.
+    """
+    merged = dict(extra)
+    for name in names:
+        target = "original_split" if name == "split" else name
+        value = json_able(values[name])
+        if value is None and target in extra:
+            continue
+        if extra.get(target, value) not in (value, None):
+            fix = "rename one of them"
+            raise RowError(f"column {name!r} and extra_info.{target} have different values: {fix}")
+        merged[target] = value
+    return merged
 
 
 def check_text(text: str) -> str:
@@ -237,6 +370,16 @@ def kind_of(value: Any) -> str:
     return "null" if value is None else f"of type {type(value).__name__}"
 
 
+def is_conversation(value: Any) -> bool:
+    """Whether a value is a list of messages, perhaps stored as text."""
+    if isinstance(value, str):
+        try:
+            return conversation_in(value) is not None
+        except ValueError:
+            return False
+    return isinstance(value, list) and bool(value) and isinstance(value[0], Mapping)
+
+
 def is_integer(value: Any) -> TypeGuard[int]:
     """Whether a value is an integer and not a bool."""
     return isinstance(value, int) and not isinstance(value, bool)
@@ -251,13 +394,16 @@ def lookup(values: Values, key: str) -> Any:
     if key in values:
         return values[key]
     for name in key.split("|"):
-        found: Any = values
-        for part in [name] if name in values else name.split("."):
-            if not isinstance(found, Mapping) or part not in found:
+        value: Any = values
+        for segment in [name] if name in values else name.split("."):
+            if not isinstance(value, Mapping) or segment not in value:
                 break
-            found = found[part]
+            value = value[segment]
         else:
-            return found
+            return value
+    in_lower = {str(name).strip().lower(): name for name in values}
+    if same := next(filter(None, (in_lower.get(name.lower()) for name in key.split("|"))), None):
+        return values[same]
     wanted = " or ".join(map(repr, key.split("|")))
     raise RowError(f"no column {wanted} (it has {', '.join(map(str, values)) or 'none'})")
 
@@ -269,8 +415,8 @@ def check_columns(names: Sequence[str], where: str) -> None:
         UsageError: a name occurs twice.
     """
     if repeated := next((name for name in names if name and names.count(name) > 1), None):
-        what = f"the header names the column {repeated!r} twice"
-        raise UsageError(what, where=where, fix="rename one of them")
+        message = f"the header names the column {repeated!r} twice"
+        raise UsageError(message, where=where, fix="rename one of them")
 
 
 def source_named(values: Values, column: str) -> str:
@@ -303,11 +449,6 @@ def checked_extra(extra: dict[str, Any]) -> dict[str, Any]:
     return extra
 
 
-def columns_of(values: Values, *names: str) -> dict[str, Any]:
-    """Returns the columns of these names that are not null, as JSON types."""
-    return checked_extra(extra_of({name: values[name] for name in names if values.get(name) is not None}))
-
-
 def extra_of(values: Values) -> dict[str, Any]:
     """Converts `extra_info` from Parquet to JSON types; merges the fields that are stored as JSON text."""
     extra = {str(name): json_able(value) for name, value in values.items()}
@@ -325,8 +466,8 @@ def extra_of(values: Values) -> dict[str, Any]:
 
 def json_able(value: Any) -> Any:
     """Converts a value to JSON types; values without one (dates, decimals, bytes) become text."""
-    if isinstance(value, Mapping):
+    if value is None or isinstance(value, str | int | float):
+        return value
+    if isinstance(value, dict):
         return {str(name): json_able(item) for name, item in value.items()}
-    if isinstance(value, list | tuple):
-        return [json_able(item) for item in value]
-    return value if isinstance(value, str | int | float | None) else str(value)
+    return [json_able(item) for item in value] if isinstance(value, list | tuple) else str(value)

@@ -6,15 +6,19 @@ import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cache
+from itertools import accumulate
 from pathlib import Path
 from typing import Any, Self
 
+import orjson
 import pyarrow as pa
 import pyarrow.parquet as pq
 
 #: Fields of `extra_info` with a separate Arrow column; the others are stored as JSON text in `OTHER`.
 EXTRA_COLUMNS = ("split", "index", "question", "answer")
 OTHER = "other"
+#: Column of prepared files in the cache: `file:row` of the origin, for messages.
+PLACE = "rlctl_place"
 ROW_GROUP_ROWS = 16384
 ROW_GROUP_BYTES = 32 << 20
 #: Columns with repeated values. For the other columns, which are long texts, dictionaries and statistics
@@ -25,12 +29,31 @@ _REPETITIVE = [
 ]
 
 
+def json_text(value: Any) -> str:
+    """JSON with sorted keys; several times as fast as the module json for most values."""
+    try:
+        text = orjson.dumps(value, option=orjson.OPT_SORT_KEYS).decode()
+    except TypeError:  # numbers of more than 64 bits
+        text = "null"
+    if "null" not in text:  # which orjson writes for NaN, too
+        return text
+    return json.dumps(value, ensure_ascii=False, sort_keys=True, separators=(",", ":"))
+
+
 @dataclass(frozen=True, slots=True)
 class Message:
     """One turn of the prompt."""
 
     role: str
     content: str
+    #: further fields that chat templates read (`tool_calls`, `tool_call_id`, `name`), as JSON text
+    other: str = ""
+
+    @property
+    def fields(self) -> dict[str, Any]:
+        """The message as chat templates expect it."""
+        more: dict[str, Any] = json.loads(self.other) if self.other else {}
+        return {"role": self.role, "content": self.content, **more}
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,8 +75,13 @@ class Row:
 
     @property
     def prompt_text(self) -> str:
-        """The messages without their roles, separated by empty lines."""
-        return "\n\n".join(message.content for message in self.prompt)
+        """The messages without their roles, separated by empty lines; tool calls as JSON text."""
+        return "\n\n".join(message.content or message.other for message in self.prompt)
+
+    @property
+    def has_calls(self) -> bool:
+        """Whether messages have fields besides role and content."""
+        return any(message.other for message in self.prompt)
 
     @property
     def environment(self) -> str:
@@ -70,6 +98,12 @@ class Row:
         return list(tools) if tools and is_list else []
 
     @property
+    def stored_extra(self) -> dict[str, Any]:
+        """`extra_info` as a file has it: graders get the same fields of a row that was never written."""
+        stored = {"split": self.split, "index": self.index, "question": self.question, "answer": self.answer}
+        return {**self.extra, **stored}
+
+    @property
     def is_ruled(self) -> bool:
         """Whether a grader compares responses with the ground truth; true for unknown styles (DAPO-Math)."""
         return self.style not in {"model", "code"}
@@ -78,18 +112,25 @@ class Row:
     def other(self) -> str:
         """The fields of `extra` without a separate column, as JSON text; "" if there are none."""
         other = {name: value for name, value in self.extra.items() if name not in EXTRA_COLUMNS}
-        return json.dumps(other, ensure_ascii=False, sort_keys=True) if other else ""
+        return json_text(other) if other else ""
 
 
 @cache
-def arrow_schema(*, with_other: bool = False, is_large: bool = False) -> pa.Schema:
+def arrow_schema(
+    *,
+    with_other: bool = False,
+    is_large: bool = False,
+    with_calls: bool = False,
+    with_places: bool = False,
+) -> pa.Schema:
     """Schema of the files: verl's, field by field, so that `datasets.concatenate_datasets` accepts both.
 
     No nulls are written. Strings have 32-bit offsets, because `BatchWriter` keeps row groups far below 2 GiB;
-    with `is_large` they have 64-bit offsets. With `with_other`, `extra_info` also has the field `OTHER`.
+    with `is_large` they have 64-bit offsets. With `with_other`, `extra_info` also has the field `OTHER`; with
+    `with_calls`, messages have it; with `with_places`, there is a column `PLACE`.
     """
     text = pa.large_string() if is_large else pa.string()
-    message = pa.struct([("role", text), ("content", text)])
+    message = pa.struct([("role", text), ("content", text), *([(OTHER, text)] if with_calls else [])])
     extra = [("split", text), ("index", pa.int64()), ("answer", text), ("question", text), (OTHER, text)]
     return pa.schema(
         [
@@ -98,44 +139,67 @@ def arrow_schema(*, with_other: bool = False, is_large: bool = False) -> pa.Sche
             ("ability", text),
             ("reward_model", pa.struct([("style", text), ("ground_truth", text)])),
             ("extra_info", pa.struct(extra if with_other else extra[:-1])),
+            *([(PLACE, text)] if with_places else []),
         ]
     )
 
 
 #: For batches of any size in memory.
-LARGE_SCHEMA = arrow_schema(with_other=True, is_large=True)
+LARGE_SCHEMA = arrow_schema(with_other=True, is_large=True, with_calls=True)
 
 
 def batch_of(rows: Sequence[Row], split: str | None = None) -> Any:
     """Converts rows to an Arrow record batch of `LARGE_SCHEMA`; sets their split, unless it is None."""
-    records = [
-        {
-            "data_source": row.data_source,
-            "prompt": [{"role": message.role, "content": message.content} for message in row.prompt],
-            "ability": row.ability,
-            "reward_model": {"style": row.style, "ground_truth": row.ground_truth},
-            "extra_info": {
-                "split": row.split if split is None else split,
-                "index": row.index,
-                "answer": row.answer,
-                "question": row.question,
-                OTHER: row.other,
+    text = pa.large_string()
+    messages = [message for row in rows for message in row.prompt]
+    columns = {
+        "data_source": pa.array([row.data_source for row in rows], text),
+        "prompt": _lists_of(
+            [len(row.prompt) for row in rows],
+            {
+                "role": pa.array([message.role for message in messages], text),
+                "content": pa.array([message.content for message in messages], text),
+                OTHER: pa.array([message.other for message in messages], text),
             },
-        }
-        for row in rows
-    ]
-    return pa.RecordBatch.from_pylist(records, schema=LARGE_SCHEMA)
+        ),
+        "ability": pa.array([row.ability for row in rows], text),
+        "reward_model": _structs_of(
+            {
+                "style": pa.array([row.style for row in rows], text),
+                "ground_truth": pa.array([row.ground_truth for row in rows], text),
+            }
+        ),
+        "extra_info": _structs_of(
+            {
+                "split": pa.array([row.split if split is None else split for row in rows], text),
+                "index": pa.array([row.index for row in rows], pa.int64()),
+                "answer": pa.array([row.answer for row in rows], text),
+                "question": pa.array([row.question for row in rows], text),
+                OTHER: pa.array([row.other for row in rows], text),
+            }
+        ),
+    }
+    return pa.RecordBatch.from_arrays(list(columns.values()), schema=LARGE_SCHEMA)
+
+
+def _structs_of(columns: Mapping[str, Any]) -> Any:
+    return pa.StructArray.from_arrays(list(columns.values()), names=list(columns))
+
+
+def _lists_of(sizes: Sequence[int], columns: Mapping[str, Any]) -> Any:
+    offsets = pa.array([0, *accumulate(sizes)], pa.int32())
+    return pa.ListArray.from_arrays(offsets, _structs_of(columns))
 
 
 def placed(batch: Any, split: str, index: Any) -> Any:
     """Returns the batch with every row's `split` and `index` replaced."""
     schema = LARGE_SCHEMA
-    place = schema.get_field_index("extra_info")
-    extra = batch.column(place)
+    position = schema.get_field_index("extra_info")
+    extra = batch.column(position)
     _, _, *others = extra.flatten()
     fields = [pa.repeat(pa.scalar(split, pa.large_string()), len(batch)), index, *others]
     placed_extra = pa.StructArray.from_arrays(fields, fields=list(extra.type))
-    return batch.set_column(place, schema.field(place), placed_extra)
+    return batch.set_column(position, schema.field(position), placed_extra)
 
 
 class BatchWriter:
@@ -189,6 +253,9 @@ class BatchWriter:
 
 def write_rows(path: Path, split: str, rows: Sequence[Row]) -> None:
     """Writes rows of one split as a Parquet file in the row schema; creates no file without rows."""
-    with BatchWriter(path, arrow_schema(with_other=any(row.other for row in rows))) as batches:
+    schema = arrow_schema(
+        with_other=any(row.other for row in rows), with_calls=any(row.has_calls for row in rows)
+    )
+    with BatchWriter(path, schema) as batches:
         for start in range(0, len(rows), ROW_GROUP_ROWS):
             batches.add(batch_of(rows[start : start + ROW_GROUP_ROWS], split))

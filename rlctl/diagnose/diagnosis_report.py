@@ -20,7 +20,7 @@ from rlctl.diagnose.rule import Diagnosis
 from rlctl.diagnose.signals import steps_text
 from rlctl.diagnose.table import STDIN, RunLog
 from rlctl.markup import code, plain, table
-from rlctl.spec.load import RUN_SPEC_FILE
+from rlctl.run_spec.load import RUN_SPEC_FILE
 
 #: Timestamp of rlctl's rows, to the minute; searched in the first row and in the last `_TAIL_BYTES` bytes.
 _STAMP, _TAIL_BYTES = re.compile(r'"timestamp": "(\d{4}-\d\d-\d\dT\d\d:\d\d)'), 1 << 16
@@ -48,6 +48,7 @@ class FindingReport(NamedTuple):
     what: str
     lines: tuple[Line, ...]
     consequences: tuple[FindingReport, ...] = ()  # findings that it explains; their lines are what is seen
+    is_resolved: bool = False  # the log shows the fault no longer
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,7 +73,7 @@ def run_report(diagnosis: Diagnosis) -> RunReport:
     run = diagnosis.run
     hit = {finding.rule for finding in diagnosis.findings}
     rules = [("found" if rule.name in hit else "ok", rule.name, rule.label) for rule in diagnosis.checked]
-    waits = {one.rule: bool(one.missing or one.needs_steps) for one in diagnosis.skipped}
+    waits = {skip.rule: bool(skip.missing or skip.needs_steps) for skip in diagnosis.skipped}
     for skipped in sorted(diagnosis.skipped, key=lambda one: not waits[one.rule]):
         rules.append(("SKIPPED" if waits[skipped.rule] else "n/a", skipped.rule, _why_skipped(skipped, run)))
     inferred = (
@@ -80,8 +81,8 @@ def run_report(diagnosis: Diagnosis) -> RunReport:
         for fact, origin in run.fact_origins.items()
         if "inferred" in origin
     )
-    firsts = [one for one in diagnosis.findings if not one.because_of]
-    findings = [_finding_report(one, diagnosis) for one in firsts]
+    firsts = [finding for finding in diagnosis.findings if not finding.because_of]
+    findings = [_finding_report(first, diagnosis) for first in firsts]
     has_settings = any(fix.spec for finding in firsts for fix in finding.fixes)
     return RunReport(
         name=run_name(run),
@@ -98,12 +99,22 @@ def run_report(diagnosis: Diagnosis) -> RunReport:
 
 def _finding_report(first: Finding, diagnosis: Diagnosis) -> FindingReport:
     """A first event with the findings that it explains."""
-    explained = [one for one in diagnosis.findings if one.because_of == first.rule]
+    explained = [finding for finding in diagnosis.findings if finding.because_of == first.rule]
     consequences = (
-        FindingReport(one.severity, one.rule, visible(one.what), tuple(_seen(one))) for one in explained
+        FindingReport(
+            consequence.severity,
+            consequence.rule,
+            visible(consequence.what),
+            tuple(_seen(consequence)),
+            is_resolved=consequence.is_resolved,
+        )
+        for consequence in explained
     )
     lines = tuple(_lines(first, explained, diagnosis.run))
-    return FindingReport(first.severity, first.rule, visible(first.what), lines, tuple(consequences))
+    message = visible(first.what)
+    return FindingReport(
+        first.severity, first.rule, message, lines, tuple(consequences), is_resolved=first.is_resolved
+    )
 
 
 def _about(run: RunLog) -> Iterator[str]:
@@ -193,13 +204,16 @@ def _lines(finding: Finding, explained: Sequence[Finding], run: RunLog) -> Itera
             yield Line("logged", visible(f"{key} as {origin.name}{meaning}"))
     yield Line("cause", visible(finding.cause))
     if explained:
-        events = [f"{one.rule}{'' if one.since is None else f' in step {one.since:,}'}" for one in explained]
+        events = [
+            f"{consequence.rule}{'' if consequence.since is None else f' in step {consequence.since:,}'}"
+            for consequence in explained
+        ]
         begin = finding.rule if finding.since is None else f"{finding.rule} in step {finding.since:,}"
         yield Line("chain", visible(f"first {begin}, then {', '.join(events)}"))
-    for place, fix in enumerate(finding.fixes):
+    for index, fix in enumerate(finding.fixes):
         is_ours = bool(fix.spec) and run.framework not in {"rlctl", "unknown", *fix.others}
         why = "; ".join(filter(None, ("in rlctl's keys" if is_ours else "", visible(fix.why))))
-        yield Line("or" if place else "try", why, settings(fix, run))
+        yield Line("or" if index else "try", why, settings(fix, run))
     confidence = filter(None, (finding.confidence, finding.confidence_reason))
     yield Line("confidence", visible(": ".join(confidence)))
     for missing in finding.could_not_check:
@@ -225,8 +239,15 @@ def _commands(run: RunLog) -> tuple[str, ...]:
     """Commands that apply fixes; none where the run has no spec of rlctl."""
     if run.spec is None:
         return ()
-    spec, log = (shlex.quote(visible(str(path))) for path in (run.path.parent / RUN_SPEC_FILE, run.path))
-    return (f"rlctl train --spec {spec} KEY=VALUE …", f"rlctl diagnose {log} --fix fixed.yaml")
+    again = train_again(run.path.parent / RUN_SPEC_FILE, run, "KEY=VALUE …")
+    return again, f"rlctl diagnose {shlex.quote(visible(str(run.path)))} --fix fixed.yaml"
+
+
+def train_again(spec: Path, run: RunLog, *settings: str) -> str:
+    """The command that trains with a run's spec and other settings, in another directory."""
+    has_directory = run.spec is not None and run.spec.trainer.run_dir is not None
+    other = ["trainer.run_dir=null"] if has_directory else []
+    return " ".join(("rlctl train --spec", shlex.quote(visible(str(spec))), *other, *settings))
 
 
 def diagnosis_document(diagnoses: Sequence[Diagnosis]) -> dict[str, Any]:
@@ -273,7 +294,10 @@ def _markdown(report: RunReport) -> Iterator[str]:
         for line in finding.lines:
             words = filter(None, (line.code and code(line.code), plain(line.text)))
             yield f"- {line.label}: {' '.join(words)}"
-        yield from (f"- then {one.severity}: {plain(one.what)} ({one.rule})" for one in finding.consequences)
+        yield from (
+            f"- then {consequence.severity}: {plain(consequence.what)} ({consequence.rule})"
+            for consequence in finding.consequences
+        )
         yield ""
     yield from (f"{code(command)}\n" for command in report.commands)
     rows = [(name, word, plain(text)) for word, name, text in report.rules if word in {"found", "ok"}]

@@ -26,8 +26,10 @@ from rlctl.diagnose import thresholds as th
 from rlctl.diagnose.table import Facts, RunLog, Table
 
 if TYPE_CHECKING:
-    from rlctl.spec.run_spec import RunSpec
+    from rlctl.run_spec.run_spec import RunSpec
 
+#: Metrics that only a trained value function has.
+_OF_A_CRITIC = ("critic/vf_loss", "critic/vf_explained_var", "critic/grad_norm")
 _DTYPES = {"bfloat16": "bf16", "float16": "fp16", "half": "fp16", "float32": "fp32", "float": "fp32"}
 
 #: Relative deviation up to which loss / KL counts as constant.
@@ -44,7 +46,7 @@ SHORTEST_LIMIT, LONG_ANSWER = 16.0, th.LONG_RESPONSE
 
 def facts_of(spec: RunSpec) -> Facts:
     """Returns the facts that a spec of rlctl states."""
-    from rlctl.spec.resolve import correction_rules
+    from rlctl.run_spec.resolve import correction_rules
 
     correction = spec.algorithm.rollout_correction
     in_verls_terms = correction.dialect == "verl"
@@ -67,7 +69,7 @@ def facts_of(spec: RunSpec) -> Facts:
         temperature=spec.rollout.temperature,
         ess_length_weighted=in_verls_terms and correction.rollout_is in {"sequence", "geometric"},
         logs_correction=True,
-        dialect=correction.dialect,
+        naming=correction.dialect,
     )
 
 
@@ -86,8 +88,8 @@ class Config:
         if key in self._content:
             return self._content[key]
         here: Any = self._content
-        for part in key.split("."):
-            here = here.get(part) if isinstance(here, Mapping) else None
+        for segment in key.split("."):
+            here = here.get(segment) if isinstance(here, Mapping) else None
         return here
 
     def number(self, key: str) -> float | None:
@@ -97,7 +99,7 @@ class Config:
     def whole(self, key: str) -> int | None:
         """A whole number, or the product of several: `a * b`."""
         factors = [self.number(one) for one in key.split(" * ")]
-        known = [int(one) for one in factors if one is not None and one.is_integer()]
+        known = [int(factor) for factor in factors if factor is not None and factor.is_integer()]
         return math.prod(known) if len(known) == len(factors) else None
 
     def upper(self, key: str) -> float | None:
@@ -209,7 +211,7 @@ def _rlctl(content: Mapping[str, Any]) -> Facts:
     """Facts from the resolved spec, in the form that is sent to trackers."""
     from pydantic import ValidationError
 
-    from rlctl.spec.run_spec import RunSpec
+    from rlctl.run_spec.run_spec import RunSpec
 
     sections = {key: value for key, value in content.items() if key in RunSpec.model_fields}
     try:
@@ -220,8 +222,16 @@ def _rlctl(content: Mapping[str, Any]) -> Facts:
 
 def with_inferred(run: RunLog) -> RunLog:
     """Returns the run with facts inferred from its figures, where they were unknown."""
-    found = {"kl_coef": _kl_coefficient(run.table), "max_response_length": _length_limit(run.table)}
-    how = {"kl_coef": "inferred: loss / KL is constant", "max_response_length": "inferred: lengths end there"}
+    found = {
+        "kl_coef": _kl_coefficient(run.table),
+        "max_response_length": _length_limit(run.table),
+        "has_critic": True if any(len(run.table.series(key)) for key in _OF_A_CRITIC) else None,
+    }
+    how = {
+        "kl_coef": "inferred: loss / KL is constant",
+        "max_response_length": "inferred: lengths end there",
+        "has_critic": "the critic's figures in the log",
+    }
     new = {fact: v for fact, v in found.items() if v is not None and getattr(run.facts, fact) is None}
     origins = {**run.fact_origins, **{fact: how[fact] for fact in new}}
     return replace(run, facts=replace(run.facts, **new), fact_origins=origins)  # type: ignore[arg-type]

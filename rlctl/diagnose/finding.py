@@ -23,6 +23,7 @@ class Evidence:
     #: first_step, last_step: None where the evidence is not a metric
     first_step: int | None = None
     last_step: int | None = None
+    lasts: bool = True  # False: the newest values no longer show the fault
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,6 +65,11 @@ class Finding:
     explains: tuple[str, ...] = ()  # rules whose later findings this one causes
     is_first: bool = False  # the figures exclude that another finding explains this one
     because_of: str = ""  # rule of the first event that explains this finding; empty for a first event
+
+    @property
+    def is_resolved(self) -> bool:
+        """Whether the log shows the fault no longer, in any of its figures."""
+        return bool(self.evidence) and not any(one.lasts for one in self.evidence)
 
 
 @dataclass(frozen=True, slots=True)

@@ -12,7 +12,7 @@ from rlctl.convert.table import tables
 from rlctl.diagnose.finding import Fix
 from rlctl.diagnose.table import RunLog
 
-RC = "algorithm.rollout_correction."
+RC, RATE = "algorithm.rollout_correction.", "actor/lr"
 
 
 def _with_trls_users(others: dict[str, str]) -> dict[str, str]:
@@ -28,7 +28,8 @@ def elsewhere(name: str, value: str | None = None) -> dict[str, str]:
 
     They are in the tables of `rlctl import`, `convert/frameworks/*.toml`.
     """
-    return {one.name: found for one in tables().values() if (found := one.fix(name, value))}
+    frameworks = (table for table in tables().values() if table.is_framework)
+    return {framework.name: found for framework in frameworks if (found := framework.fix(name, value))}
 
 
 def change(*settings: str, why: str = "", named: str = "", **others: str) -> Fix:
@@ -75,13 +76,32 @@ def gentler(run: RunLog) -> Iterator[Fix]:
 
 def peak_rate(run: RunLog) -> float | None:
     """The peak learning rate, as configured or otherwise as logged; None where unknown, or 0."""
-    logged = run.table.series("actor/lr").values
+    logged = run.table.series(RATE).values
     return run.facts.lr or (float(logged.max()) if len(logged) else None) or None
 
 
+def is_warming_up(run: RunLog) -> bool:
+    """Whether the log ends in a warm-up that has not reached half of the peak learning rate."""
+    rates = run.table.series(RATE).values
+    if len(rates) < 2 or run.facts.lr is None or rates[0] == rates[-1]:
+        return False
+    return bool(0.0 < rates[-1] == rates.max() < run.facts.lr / 2.0)
+
+
+def shorter_warm_up(run: RunLog) -> Fix:
+    """Fix that ends the warm-up within a tenth of the logged steps; without a spec, advice."""
+    why = "the warm-up, not the peak, sets the learning rate"
+    if run.spec is None or run.spec.actor.lr_warmup_steps == 0:
+        return by_hand(f"shorten the warm-up: {why}")
+    updates = len(run.table.steps) * run.spec.updates_per_batch // 10
+    return change(f"actor.lr_warmup_steps={min(updates, run.spec.actor.lr_warmup_steps // 2)}", why=why)
+
+
 def slower(run: RunLog, by: float = 2.0) -> Iterator[Fix]:
-    """Fix that divides the peak learning rate."""
+    """Fix that divides the peak learning rate; none in a warm-up that has not reached half of it."""
     peak = peak_rate(run)
+    if is_warming_up(run):
+        return
     fix = change(f"actor.lr={peak / by:.2g}") if peak else by_hand("lower the learning rate")
     yield replace(fix, of_updates=True)
 
@@ -91,7 +111,7 @@ def usual_rate(run: RunLog) -> Iterator[Fix]:
     if run.spec is None:
         yield larger("actor.lr", "raise the learning rate")
         return
-    from rlctl.spec.load import load_spec
+    from rlctl.run_spec.load import load_spec
 
     default = load_spec(overrides=[f"model.path={run.spec.model.path}"]).spec.actor.lr
     yield change(f"actor.lr={default:g}", why="the default")
@@ -154,7 +174,7 @@ def geometric(run: RunLog) -> Iterator[Fix]:
     if run.facts.rollout_is == "geometric":
         return
     settings = ("rollout_is=geometric", "rollout_is_bound=mask", "rollout_is_threshold=0.99_1.01")
-    keys = tuple(RC + one for one in settings)
+    keys = tuple(RC + setting for setting in settings)
     yield change(*keys, why="a weight that does not grow with the length", named="geometric")
 
 
@@ -171,9 +191,18 @@ def same_precision(run: RunLog) -> Iterator[Fix]:
 
 
 def larger_groups(run: RunLog) -> Iterator[Fix]:
-    """Fix that doubles the responses per prompt, where their number is known."""
-    if size := run.facts.group_size:
+    """Fix that doubles the responses per prompt, where their number is known; none with a critic."""
+    if (size := run.facts.group_size) and not run.facts.has_critic:
         yield change(f"rollout.n={2 * size}", why="larger groups")
+
+
+def length_penalty(run: RunLog) -> Iterator[Fix]:
+    """A length penalty that grows towards the limit (DAPO), unless one is configured."""
+    limit, spec = run.facts.max_response_length, run.spec
+    if limit and limit >= 8 and (spec is None or spec.reward.overlong.buffer_length <= 0):
+        setting = f"reward.overlong.buffer_length={limit // 4}"
+        others = {"trl": "mask_truncated_completions=True", "ms-swift": "--overlong_filter true"}
+        yield change(setting, why="against overlong responses", **others)
 
 
 def other_grader(run: RunLog) -> Iterator[Fix]:
@@ -185,6 +214,20 @@ def other_grader(run: RunLog) -> Iterator[Fix]:
 
 #: For a gap between the two implementations.
 FIND_THE_CAUSE = by_hand("compare the two engines: `rlctl diagnose mismatch --model PATH`")
+
+
+def read_step(step: int | None) -> Fix:
+    """Advice for a finding that no change is known for."""
+    where = "the first step" if step is None else f"step {step:,}"
+    return by_hand(f"read the responses, the rewards and the other metrics of {where} and the one before it")
+
+
+def several_responses(run: RunLog) -> Iterator[Fix]:
+    """Advice for advantages that are all 0, which with a critic do not come from groups."""
+    if run.facts.has_critic:
+        yield by_hand("check that the rewards reach the returns, and that the critic's values are not they")
+    else:
+        yield by_hand("check that a prompt has several responses, and that the advantages use the rewards")
 
 
 def resume_before(step: int) -> Fix:

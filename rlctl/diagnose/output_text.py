@@ -35,10 +35,18 @@ _NEXT_TO_CHART = 38
 def print_overview(console: Console, diagnoses: Sequence[Diagnosis]) -> None:
     """Prints one line per run: its log, its steps, its status, and its first finding."""
     rows: list[list[str | Text]] = []
-    for one in diagnoses:
-        worst = one.findings[0].what if one.findings and one.status in SEVERITIES else ""
-        status = Text(one.status, style=_STYLES[one.status])
-        rows.append([run_name(one.run), one.run.framework, str(len(one.run.table.steps)), status, worst])
+    for diagnosis in diagnoses:
+        worst = diagnosis.findings[0].what if diagnosis.findings and diagnosis.status in SEVERITIES else ""
+        status = Text(diagnosis.status, style=_STYLES[diagnosis.status])
+        rows.append(
+            [
+                run_name(diagnosis.run),
+                diagnosis.run.framework,
+                str(len(diagnosis.run.table.steps)),
+                status,
+                worst,
+            ]
+        )
     headings = ("run", "logged by", "steps", "status", "first finding")
     print_table(console, headings, rows, right=range(2, 3), whole=range(3, 4))
 
@@ -80,9 +88,11 @@ def _print_finding(console: Console, finding: FindingReport, run: RunLog) -> Non
         if line.evidence:
             for chart in _chart(line.evidence, style, run, console.width - _NEXT_TO_CHART):
                 _print_line(console, "", chart, in_one_line=True)
-    for one in finding.consequences:
+    for consequence in finding.consequences:
         text = Text.assemble(
-            (one.severity, _STYLES[one.severity]), f" {one.what}", (f"  [{one.rule}]", "dim")
+            (consequence.severity, _STYLES[consequence.severity]),
+            f" {consequence.what}",
+            (f"  [{consequence.rule}]", "dim"),
         )
         _print_line(console, "then", text, in_one_line=False)
     console.print()

@@ -65,18 +65,22 @@ def plan(run: RunLog) -> RunPlan:
     """
     is_ahead = run.spec is not None and bool(run.spec.rollout.max_staleness)
     if is_ahead or run.facts.is_async:
-        what = f"{GEN} of a run that samples ahead is the time that the trainer waits, not that of sampling"
-        raise UsageError(what, where=str(run.path), fix="plan from a synchronous run, a few steps long")
+        message = (
+            f"{GEN} of a run that samples ahead is the time that the trainer waits, not that of sampling"
+        )
+        raise UsageError(message, where=str(run.path), fix="plan from a synchronous run, a few steps long")
     _, columns = run.table.aligned(GEN, STEP, MEAN, MAX)
     gen, step, mean, longest = (column[_WARM_UP:] for column in columns)
     if len(gen) < _FEWEST:
-        what = f"only {len(gen)} steps after the first have {GEN}, {STEP}, {MEAN} and {MAX}"
-        raise UsageError(what, where=str(run.path), fix=f"name a run of at least {_FEWEST + _WARM_UP} steps")
+        message = f"only {len(gen)} steps after the first have {GEN}, {STEP}, {MEAN} and {MAX}"
+        raise UsageError(
+            message, where=str(run.path), fix=f"name a run of at least {_FEWEST + _WARM_UP} steps"
+        )
     syncs = run.table.series(SYNC).values
     sync = float(syncs[_WARM_UP:].mean()) if len(syncs) > _WARM_UP else 0.0
     if not 0.0 < gen.mean() <= 1.01 * step.mean() - sync:
-        what = f"of {step.mean():.3g} s per step, {GEN} is {gen.mean():.3g} s and {SYNC} {sync:.3g} s"
-        raise UsageError(what, where=str(run.path), fix=f"name a log in which they are parts of {STEP}")
+        message = f"of {step.mean():.3g} s per step, {GEN} is {gen.mean():.3g} s and {SYNC} {sync:.3g} s"
+        raise UsageError(message, where=str(run.path), fix=f"name a log in which they are parts of {STEP}")
     a, b = fitted(gen, longest, mean)
     error = gen - a * longest - b * mean  # what the lengths do not explain stays as it was
     rest = np.maximum(step - gen - sync, 0.0)

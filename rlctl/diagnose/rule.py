@@ -23,6 +23,7 @@ import numpy as np
 from rlctl.diagnose import thresholds as th
 from rlctl.diagnose.facts import with_inferred
 from rlctl.diagnose.finding import SEVERITIES, Evidence, Finding, Fix, Severity, Skipped, Sure
+from rlctl.diagnose.fixes import read_step
 from rlctl.diagnose.signals import Crossing, crossing
 from rlctl.diagnose.table import RunLog, Series
 from rlctl.diagnose.thresholds import MIN_STEPS, Levels
@@ -51,9 +52,9 @@ class Detection:
 
     def __post_init__(self) -> None:
         if self.severity not in SEVERITIES or not isinstance(self.what, str):
-            what = f"Detection({self.severity!r}, {self.what!r}, …) has no such severity, or no text"
+            message = f"Detection({self.severity!r}, {self.what!r}, …) has no such severity, or no text"
             raise UsageError(
-                what, where="--rules", fix=f"give one of {', '.join(SEVERITIES)}, and a sentence"
+                message, where="--rules", fix=f"give one of {', '.join(SEVERITIES)}, and a sentence"
             )
 
     def with_doubt(self, sure: Sure, *could_not_check: str) -> Detection:
@@ -139,33 +140,37 @@ class Rule:
     def apply(self, run: RunLog) -> Finding | Skipped | None:
         """Applies the rule: returns its finding, why it was skipped, or None if nothing was found."""
         why = self.not_applicable(run)
-        found = Skipped(why) if why else self._skipped(run, self.min_steps) or self.detect(run)
-        if not isinstance(found, Detection | Skipped | None):
-            what = f"the rule {self.name} returned {type(found).__name__}"
-            raise UsageError(what, where="--rules", fix="return a Detection or None")
-        if found is None:
-            found = self._skipped(run, MIN_STEPS)
-        if found is None or isinstance(found, Skipped):
-            return found and replace(found, rule=self.name)
-        confidence, reason = found.sure or self.sure
-        count = max((_count(run, one.metric) or 0 for one in found.evidence), default=0)
+        result = Skipped(why) if why else self._skipped(run, self.min_steps) or self.detect(run)
+        if not isinstance(result, Detection | Skipped | None):
+            message = f"the rule {self.name} returned {type(result).__name__}"
+            raise UsageError(message, where="--rules", fix="return a Detection or None")
+        if result is None:
+            result = self._skipped(run, MIN_STEPS)
+        if result is None or isinstance(result, Skipped):
+            return result and replace(result, rule=self.name)
+        confidence, reason = result.sure or self.sure
+        count = max((_count(run, one.metric) or 0 for one in result.evidence), default=0)
         if 0 < count < MIN_STEPS:
             confidence = "medium" if confidence == "high" else confidence
             reason += f"; {'one step' if count == 1 else f'{count} steps'} only"
-        cause = found.cause or self.cause
-        starts = [one.first_step for one in found.evidence if one.first_step is not None]
-        since = min(starts, default=None) if found.since is None else found.since
-        fixes = self._fixes(run) if found.fixes is None else tuple(found.fixes)
+        cause = result.cause or self.cause
+        starts = [one.first_step for one in result.evidence if one.first_step is not None]
+        since = min(starts, default=None) if result.since is None else result.since
+        fixes = self._fixes(run) if result.fixes is None else tuple(result.fixes)
         if since is not None and since <= th.FIRST_STEP:  # before the first update, or in its batch
             fixes = tuple(fix for fix in fixes if not fix.of_updates)
-        parts = found.severity, found.what, found.evidence, cause, self.source, fixes, confidence, reason
-        explains = self.explains if found.explains is None else found.explains
-        rest = found.could_not_check, self.name, since, explains, found.is_first
+        if result.severity == "critical" and not fixes:
+            fixes = (read_step(since),)
+        parts = result.severity, result.what, result.evidence, cause, self.source, fixes, confidence, reason
+        explains = self.explains if result.explains is None else result.explains
+        rest = result.could_not_check, self.name, since, explains, result.is_first
         return Finding(*parts, *rest)
 
     def _fixes(self, run: RunLog) -> tuple[Fix, ...]:
         each = (self.fixes,) if callable(self.fixes) else self.fixes
-        return tuple(fix for one in each for fix in ((one,) if isinstance(one, Fix) else one(run)))
+        return tuple(
+            fix for declared in each for fix in ((declared,) if isinstance(declared, Fix) else declared(run))
+        )
 
     def _skipped(self, run: RunLog, min_steps: int) -> Skipped | None:
         """Returns what the log lacks for this rule; None if it lacks nothing."""
@@ -198,14 +203,14 @@ def of_crossing(crossed: Crossing, what: str) -> Detection:
     return Detection(crossed.severity, text, (crossed.evidence,), since=crossed.since)
 
 
-def worst_of(found: list[Crossing]) -> Crossing:
+def worst_of(crossed: list[Crossing]) -> Crossing:
     """The most severe crossing; the first of equally severe ones."""
-    return min(found, key=lambda one: SEVERITIES.index(one.severity))
+    return min(crossed, key=lambda one: SEVERITIES.index(one.severity))
 
 
 def crossings(run: RunLog, levels: tuple[Levels, ...]) -> list[Crossing]:
     """The crossings of all levels that were crossed."""
-    each = (crossing(run.table.series(one.key), one) for one in levels)
+    each = (crossing(run.table.series(level.key), level) for level in levels)
     return [crossed for crossed in each if crossed is not None]
 
 
@@ -232,13 +237,13 @@ def all_rules(names: Iterable[str] = ()) -> tuple[Rule, ...]:
     Raises:
         UsageError: a file or function cannot be imported, or two rules have the same name.
     """
-    found: dict[str, Rule] = {}
+    rules: dict[str, Rule] = {}
     parts = {part.name: part.function for part in DIAGNOSIS_RULES.parts()}
-    for name, part in (parts | {name: DIAGNOSIS_RULES[name] for name in names}).items():
-        rule = part if isinstance(part, Rule) else Rule(part.__name__, uses=_ANY, detect=part)
-        if found.setdefault(rule.name, rule) is not rule:
+    for name, declared in (parts | {name: DIAGNOSIS_RULES[name] for name in names}).items():
+        rule = declared if isinstance(declared, Rule) else Rule(declared.__name__, uses=_ANY, detect=declared)
+        if rules.setdefault(rule.name, rule) is not rule:
             raise UsageError(f"there is a rule `{rule.name}` already", where=name, fix="give it another name")
-    return tuple(found.values())
+    return tuple(rules.values())
 
 
 def metrics_read(names: tuple[str, ...] = (), *, with_others: bool = False) -> frozenset[str]:
@@ -261,7 +266,7 @@ class Diagnosis:
     @property
     def status(self) -> Literal[Severity, "no warnings", "insufficient data"]:
         """The worst severity if it is at least a warning; otherwise whether enough data was checked."""
-        severities = [one.severity for one in self.findings]
+        severities = [finding.severity for finding in self.findings]
         if worst := next((one for one in SEVERITIES[:2] if one in severities), None):
             return worst
         is_enough = len(self.checked) >= MIN_RULES and len(self.run.table.steps) >= MIN_STEPS
@@ -278,13 +283,13 @@ def examine(run: RunLog, rules: Sequence[Rule] | None = None) -> Diagnosis:
     run = with_inferred(run)
     rules = all_rules() if rules is None else rules
     results = [(rule, _applied(rule, run)) for rule in rules]
-    found = [one for _, one in results if isinstance(one, Finding)]
-    if any(one.severity != "info" for one in found):
+    findings = [one for _, one in results if isinstance(one, Finding)]
+    if any(one.severity != "info" for one in findings):
         alone = {rule.name for rule in rules if rule.only_alone}
-        found = [one for one in found if one.rule not in alone]
+        findings = [one for one in findings if one.rule not in alone]
     return Diagnosis(
         run,
-        in_chains(found),
+        in_chains(findings),
         tuple(rule for rule, one in results if not isinstance(one, Skipped)),
         tuple(one for _, one in results if isinstance(one, Skipped)),
     )
@@ -300,15 +305,17 @@ def in_chains(found: Sequence[Finding]) -> tuple[Finding, ...]:
     waiting = sorted((one for one in found if one not in remarks), key=_onset)
     chains: dict[str, list[Finding]] = {}  # rule of the first event → it, and what it explains
 
-    def is_explained(one: Finding, by: Iterable[Finding]) -> bool:
-        return not one.is_first and any(one.rule in other.explains for other in by if other is not one)
+    def is_explained(finding: Finding, by: Iterable[Finding]) -> bool:
+        return not finding.is_first and any(
+            finding.rule in other.explains for other in by if other is not finding
+        )
 
     while waiting:
         now = [one for one in waiting if _onset(one) == _onset(waiting[0])]
-        one = next((one for one in now if not is_explained(one, now)), now[0])
-        waiting.remove(one)
-        first = next((rule for rule, chain in chains.items() if is_explained(one, chain)), "")
-        chains.setdefault(first or one.rule, []).append(replace(one, because_of=first))
+        finding = next((one for one in now if not is_explained(one, now)), now[0])
+        waiting.remove(finding)
+        first = next((rule for rule, chain in chains.items() if is_explained(finding, chain)), "")
+        chains.setdefault(first or finding.rule, []).append(replace(finding, because_of=first))
 
     def order(chain: list[Finding]) -> tuple[int, bool]:
         has_ended = any(one.rule == "exception" for one in chain)
@@ -337,5 +344,5 @@ def _applied(rule: Rule, run: RunLog) -> Finding | Skipped | None:
         frames = traceback.extract_tb(error.__traceback__)
         lines = [frame.lineno for frame in frames if frame.filename == file]
         where = f"{file}:{lines[-1]}" if lines else file
-        what = f"the rule `{rule.name}` failed: {type(error).__name__}: {error}"
-        raise UsageError(what, where=where, fix="correct the rule, or leave it out") from error
+        message = f"the rule `{rule.name}` failed: {type(error).__name__}: {error}"
+        raise UsageError(message, where=where, fix="correct the rule, or leave it out") from error

@@ -9,9 +9,16 @@ import numpy as np
 
 from rlctl.diagnose import fixes as fix
 from rlctl.diagnose import thresholds as th
-from rlctl.diagnose.finding import Skipped
+from rlctl.diagnose.finding import Severity, Skipped
 from rlctl.diagnose.rule import Detection, Rule, detect_crossing, of_crossing
-from rlctl.diagnose.signals import crossing, evidence_over, lasting_change, steps_text
+from rlctl.diagnose.signals import (
+    change_evidence,
+    crossing,
+    evidence_over,
+    growth,
+    lasting_change,
+    steps_text,
+)
 from rlctl.diagnose.table import RunLog, Series
 from rlctl.diagnose.thresholds import Levels
 
@@ -32,8 +39,18 @@ TOKEN_ERROR = Levels(
 #: Mean bounded weight below which the log-probs belong to other weights.
 MEAN_VANISHED = Levels("rollout_corr/rollout_is_mean", (("critical", 0.1),), is_floor=True)
 
+#: Wealth at which the test of the sampler's log-probs is reported.
+WEALTH: dict[Severity, float] = {"warning": 1e2, "critical": 1e6}
+_LOG_WEALTH, _GUARANTEED = "rollout_corr/log_wealth", "rollout_corr/log_wealth_guaranteed"
+
 #: Factor from which a gap grows, and difference of probabilities that no precision reaches.
 GROWN, FAR_PROBS = 5.0, 0.05
+#: Level that the policy's own progress on a batch does not reach.
+FAR_LOG_PROBS = Levels(th.LOG_PROB_GAP.key, (("warning", 0.5),))
+#: Factor by which a gap of any kind must not grow, and the size, in nats per token, from which it counts
+#: where the gap includes the policy's own progress.
+TENFOLD, GROWN_NATS = 10.0, 0.01
+_APART = "trained and sampling policy are {worst:.3g} nats per token apart {where}"
 _NO_CASCADE = fix.by_hand(
     "disable the engine's cascade attention, or upgrade the engine",
     verl="+actor_rollout_ref.rollout.engine_kwargs.vllm.disable_cascade_attn=True",
@@ -92,8 +109,9 @@ def probability_gap(run: RunLog) -> Detection | Skipped | None:
 
 
 @Rule(
-    "policy-gap", uses=th.STALENESS, fixes=(fix.gentler, fix.correct_tokens),
+    "policy-gap", fixes=(fix.gentler, fix.correct_tokens),
     one_of=(th.KL.key, th.K3.key, th.LOG_PROB_GAP.key),
+    uses=(*th.STALENESS, fix.RATE),
 )  # fmt: skip
 def policy_gap(run: RunLog) -> Detection | Skipped | None:
     """Sampling and trained policy are close."""
@@ -102,19 +120,61 @@ def policy_gap(run: RunLog) -> Detection | Skipped | None:
         k3 = replace(k3, tiers=k3.tiers[-1:] if th.KL.key not in run.table.columns else ())
     crossed = crossing(run.table.series(th.KL.key), th.KL) or crossing(run.table.series(k3.key), k3)
     gap = run.table.series(th.LOG_PROB_GAP.key)
-    if (
-        crossed is None
-        and run.gap_is_mismatch
-        and not len(run.table.series(k3.key))
-        and crossing(gap, th.LOG_PROB_GAP) is None
-    ):  # `stale-weights` reports a gap over LOG_PROB_GAP, which no mismatch reaches
-        crossed = crossing(gap, LOG_PROB_MISMATCH)
-    if crossed is None:
-        return None
-    found = of_crossing(crossed, "trained and sampling policy are {worst:.3g} nats per token apart {where}")
+    has_k3 = len(run.table.series(k3.key)) > 0
+    # `stale-weights` reports a gap over LOG_PROB_GAP, which no mismatch reaches
+    if crossed is None and crossing(gap, th.LOG_PROB_GAP) is None:
+        if not run.gap_is_mismatch:
+            crossed = crossing(gap, FAR_LOG_PROBS)
+        elif not has_k3:
+            crossed = crossing(gap, LOG_PROB_MISMATCH)
+    if crossed is None or crossed.severity == "info":
+        return _growing_gap(run) or (of_crossing(crossed, _APART) if crossed else _not_judged(run))
+    found = of_crossing(crossed, _APART)
     if not run.gap_is_mismatch:
         return found
     return _of_implementations(run, found, run.table.series(crossed.key), crossed.severity == "critical")
+
+
+def _growing_gap(run: RunLog) -> Detection | None:
+    """A gap that grows tenfold, while the learning rate does not."""
+    rates = run.table.series(fix.RATE)
+    rising = rates.steps[rates.values < rates.values.max(initial=0.0) / 2.0]
+    for levels in (th.K3, th.KL, LOG_PROB_MISMATCH):
+        series = run.table.series(levels.key)
+        counts = ~np.isin(series.steps, rising)
+        change = growth(Series(series.steps[counts], np.abs(series.values[counts])))
+        least = LOG_PROB_MISMATCH.tiers[0][1] if levels is LOG_PROB_MISMATCH else th.K3.tiers[0][1]
+        if levels is not LOG_PROB_MISMATCH and not run.gap_is_mismatch:
+            least = GROWN_NATS
+        if change is None or change.end < TENFOLD * change.start:
+            continue
+        if np.median(np.abs(series.values[-th.MIN_STEPS :])) < least:
+            continue
+        times = f"{change.end / change.start:.0f}-fold" if change.start else "from 0"
+        message = (
+            f"the gap between trained and sampling policy grows {times}, to {change.end:.2g} nats per token"
+        )
+        seen = change_evidence(levels.key, change.start, change.end, series.steps)
+        cause = (
+            "new weights reach the engine late, in part, or not at all, or batches move the policy further"
+        )
+        fixes = (
+            fix.by_hand("check the weight synchronization: compare a run with another way of transfer"),
+            *fix.fresher(run, fully=True),
+            fix.FIND_THE_CAUSE,
+        )
+        doubt = "the gap grows, but the log does not show whether by the sync or by the updates"
+        return Detection("warning", message, (seen,), cause, fixes, ("medium", doubt), since=change.since)
+    return None
+
+
+def _not_judged(run: RunLog) -> Skipped | None:
+    """Why a gap without a finding is not known to be right; None where its level was judged."""
+    is_known = run.facts.bypass_mode is not None or run.facts.updates_per_batch is not None
+    if is_known and any(len(run.table.series(key)) for key in (th.KL.key, th.K3.key)):
+        return None
+    key = run.table.most_logged((th.KL.key, th.K3.key, th.LOG_PROB_GAP.key))
+    return _mixed(run, key)
 
 
 @Rule(
@@ -125,7 +185,7 @@ def policy_gap(run: RunLog) -> Detection | Skipped | None:
         fix.by_hand("give the engine the trainer's temperature, and no generation config"), fix.FIND_THE_CAUSE
     ),
 )  # fmt: skip
-def sampled_otherwise(run: RunLog) -> Detection | None:
+def sampled_otherwise(run: RunLog) -> Detection | Skipped | None:
     """Samples are as likely as the policy's entropy implies.
 
     The mean of −log π over draws from π is its entropy. The ratio ρ does not show a temperature that the
@@ -137,17 +197,17 @@ def sampled_otherwise(run: RunLog) -> Detection | None:
     # Where the log-probs differ too, other rules apply; only one of the means includes failed samples.
     counts = (np.abs(nats) > SAMPLED_NATS) & (np.abs(ours - theirs) < SAMPLED_GAP * np.abs(nats))
     if (run.table.series(_FAILED).values > 0).any():
-        return None
+        return Skipped("some samples failed: the two means are not of the same samples")
     positive = np.maximum(np.stack([ours, entropy]), SAMPLED_NATS)
     off = np.where(counts, np.abs(np.log(positive[0] / positive[1])), 0.0)
     crossed = crossing(Series(steps, off), SAMPLED)
     if crossed is None:
         return None
     apart = float(np.median(nats[counts]))
-    what = f"sampled tokens are {'less' if apart > 0 else 'more'} likely than tokens drawn from the policy"
+    message = f"sampled tokens are {'less' if apart > 0 else 'more'} likely than tokens drawn from the policy"
     seen = replace(crossed.evidence, figure=f"the samples' −log π is {apart:+.2g} nats from it")
     mild = crossing(Series(steps, off), replace(SAMPLED, tiers=SAMPLED.tiers[:1])) or crossed
-    return Detection(crossed.severity, what, (seen,), since=mild.since)
+    return Detection(crossed.severity, message, (seen,), since=mild.since)
 
 
 @Rule(
@@ -165,9 +225,39 @@ def missing_log_probs(run: RunLog) -> Detection | None:
     zero = steps[(theirs == 0.0) & (np.abs(ours) > SURE_NATS)]
     if not len(zero):
         return None
-    what = f"the engine's log-probs are exactly 0 in {steps_text(int(zero[0]), int(zero[-1]))}"
+    message = f"the engine's log-probs are exactly 0 in {steps_text(int(zero[0]), int(zero[-1]))}"
     seen = evidence_over(zero, _ROLLOUT_PPL, f"exactly 0 on {len(zero):,} step(s)")
-    return Detection("critical", what, (seen,))
+    return Detection("critical", message, (seen,))
+
+
+@Rule(
+    "sampler-log-probs", needs=(_LOG_WEALTH,), uses=(_GUARANTEED,),
+    fixes=(
+        fix.by_hand("prove the weight sync: `rlctl train --prove-sync` with this spec"),
+        fix.by_hand("find the tokens: `rlctl diagnose RUN --who-sampled`"),
+    ),
+)  # fmt: skip
+def sampler_log_probs(run: RunLog) -> Detection | None:
+    """The sampler draws with the log-probs that it reports."""
+    steps, (log_wealth, guaranteed) = run.table.aligned(_LOG_WEALTH, _GUARANTEED)
+    if not len(steps):
+        series = run.table.series(_LOG_WEALTH)
+        steps, log_wealth, guaranteed = series.steps, series.values, np.zeros(len(series.values))
+    reached = {level: np.flatnonzero(log_wealth > np.log(wealth)) for level, wealth in WEALTH.items()}
+    severity: Severity = "critical" if len(reached["critical"]) else "warning"
+    if not len(reached[severity]):
+        return None
+    first = int(reached[severity][0])
+    has_guarantee = bool(guaranteed[: first + 1].all())
+    if not has_guarantee and severity == "warning":
+        return None
+    odds = f"if they were, this had a probability of at most 1 in {WEALTH[severity]:,.0f}"
+    message = f"the sampler's log-probs are not those that it drew its tokens with (step {int(steps[first])})"
+    seen = evidence_over(steps[reached[severity]], _LOG_WEALTH, f"up to {float(log_wealth.max()):.3g}")
+    if has_guarantee:
+        return Detection(severity, f"{message}: {odds}", (seen,), is_first=severity == "critical")
+    doubt = "what was trained on depends on what was drawn, so that the test has no guarantee"
+    return Detection("warning", message, (seen,), sure=("medium", doubt))
 
 
 @Rule(
@@ -179,8 +269,8 @@ def token_error(run: RunLog) -> Detection | None:
     """Token probabilities agree within a few percent."""
     series = run.table.series(TOKEN_ERROR.key)
     excess = Series(series.steps, series.values - 1.0)  # the part above 1 is compared with the start
-    what = "token probabilities differ by a factor of 1 + {worst:.3g} {where}"
-    return detect_crossing(run, TOKEN_ERROR, what, excess)
+    message = "token probabilities differ by a factor of 1 + {worst:.3g} {where}"
+    return detect_crossing(run, TOKEN_ERROR, message, excess)
 
 
 @Rule(
@@ -204,8 +294,8 @@ def token_error(run: RunLog) -> Detection | None:
 )  # fmt: skip
 def stale_weights(run: RunLog) -> Detection | None:
     """The engine's log-probs are those of the policy in training."""
-    what = "log-probs of the same tokens differ by {worst:.3g} nats on average {where}"
-    if found := detect_crossing(run, th.LOG_PROB_GAP, what):
+    message = "log-probs of the same tokens differ by {worst:.3g} nats on average {where}"
+    if found := detect_crossing(run, th.LOG_PROB_GAP, message):
         return found
     # Not for products over long responses, which are near zero without a fault. Where the level is unknown,
     # only products are so small although the log-probs, which are logged too, agree.
@@ -213,8 +303,8 @@ def stale_weights(run: RunLog) -> Detection | None:
     are_products = level == "sequence" or (level is None and len(run.table.series(th.LOG_PROB_GAP.key)) > 0)
     if are_products and (not len(lengths) or np.median(lengths) > th.LONG_RESPONSE):
         return None
-    what = "importance weights are {worst:.2g} on average {where}"
-    return detect_crossing(run, MEAN_VANISHED, what, among_survivors(run, MEAN_VANISHED.key))
+    message = "importance weights are {worst:.2g} on average {where}"
+    return detect_crossing(run, MEAN_VANISHED, message, among_survivors(run, MEAN_VANISHED.key))
 
 
 def among_survivors(run: RunLog, key: str) -> Series:
@@ -223,7 +313,7 @@ def among_survivors(run: RunLog, key: str) -> Series:
     Steps without survivors are left out. verl computes these figures before rejection: they are returned as
     they are.
     """
-    if run.facts.dialect == "verl" or not len(run.table.series(th.MASKED.key)):
+    if run.facts.naming == "verl" or not len(run.table.series(th.MASKED.key)):
         return run.table.series(key)
     steps, (mean, masked) = run.table.aligned(key, th.MASKED.key)
     some = mean > 0.0

@@ -77,9 +77,9 @@ def tool_errors(run: RunLog) -> Detection | Skipped | None:
         return Skipped(f"tools were called on {len(series)} of the steps", needs_steps=th.MIN_STEPS)
     change = lasting_change(series)
     if change is not None and change.end - change.start >= RISE:
-        what = f"the share of tool calls that fail rises from {change.start:.0%} to {change.end:.0%}"
+        message = f"the share of tool calls that fail rises from {change.start:.0%} to {change.end:.0%}"
         seen = change_evidence(key, change.start, change.end, series.steps[series.steps >= change.since])
-        return Detection("critical" if change.end >= MOSTLY else "warning", what, (seen,))
+        return Detection("critical" if change.end >= MOSTLY else "warning", message, (seen,))
     if change is not None and change.start - change.end >= RISE:
         return None  # the policy learns the format
     return detect_crossing(
@@ -108,9 +108,9 @@ def turns_collapsed(run: RunLog) -> Detection | None:
         return None
     if run.has_learned:
         return None
-    what = f"turns per episode fall from {change.start:.3g} to {change.end:.3g}"
+    message = f"turns per episode fall from {change.start:.3g} to {change.end:.3g}"
     seen = change_evidence(key, change.start, change.end, series.steps[series.steps >= change.since])
-    return Detection("info" if _gains(run) else "warning", what, (seen,))
+    return Detection("info" if _gains(run) else "warning", message, (seen,))
 
 
 @Rule(
@@ -157,8 +157,8 @@ def slow_environment(run: RunLog) -> Detection | None:
     steps, (environment, *parts) = run.table.aligned(*keys)
     of_turns = np.sum(parts, axis=0)
     some = of_turns > 0.0
-    what = "an episode spends {worst:.3g} times as long in its environment as in its turns {where}"
-    return detect_crossing(run, SLOW, what, Series(steps[some], environment[some] / of_turns[some]))
+    message = "an episode spends {worst:.3g} times as long in its environment as in its turns {where}"
+    return detect_crossing(run, SLOW, message, Series(steps[some], environment[some] / of_turns[some]))
 
 
 def _has_observations(run: RunLog) -> str:
@@ -203,5 +203,5 @@ def observation_tokens(run: RunLog) -> Detection | Skipped | None:
         if not len(steps) or run.facts.rollout_is not in {None, "token"}:
             return Skipped("the log has no mean ratio of single tokens", (_KL, _K3))
     series = Series(steps, np.where(apart >= APART, deficit, 0.0))
-    what = "at least {worst:.0%} of the tokens in the loss were not sampled {where}"
-    return detect_crossing(run, replace(DEFICIT, key=key), what, series)
+    message = "at least {worst:.0%} of the tokens in the loss were not sampled {where}"
+    return detect_crossing(run, replace(DEFICIT, key=key), message, series)

@@ -69,9 +69,9 @@ def ratio_parts(run: RunLog) -> Detection | None:
         return None
     name, cause, fixes = _PARTS[largest]
     others = ", ".join(f"{part.replace('_', ' ')} {size / total:.0%}" for part, size in sizes.items())
-    what = f"{sizes[largest] / total:.0%} of the squared log-ratio of trained to sampling policy is {name}"
+    message = f"{sizes[largest] / total:.0%} of the squared log-ratio of trained to sampling policy is {name}"
     figure = f"{sizes[largest]:.2g} of {total:.2g} nats² on average ({others})"
     seen = [evidence_over(series[largest].steps, f"rollout_corr/split/{largest}", figure)]
     if largest == "cache" and len(stale := run.table.series(_STALE)):
         seen.append(evidence_over(stale.steps, _STALE, f"{stale.values.mean():.0%} of the tokens on average"))
-    return Detection("info", what, tuple(seen), cause, fixes(run))
+    return Detection("info", message, tuple(seen), cause, fixes(run))

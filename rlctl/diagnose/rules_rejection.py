@@ -21,7 +21,7 @@ def _less_rejection(run: RunLog) -> tuple[Fix, ...]:
     """Wider bounds, only the largest ratio, or weights instead; omits what the run has already."""
     if run.facts.rollout_rs == "off":
         return ()
-    largest = "2.5" if run.facts.dialect != "verl" else "0.42"  # ½ ln² 2.5
+    largest = "2.5" if run.facts.naming != "verl" else "0.42"  # ½ ln² 2.5
     written = run.spec.algorithm.rollout_correction.rollout_rs_threshold if run.spec else None
     fixes = (
         fix.change(f"{_RS}=token_k1", f"{_RS_THRESHOLD}=0.5_2.0", why="wider bounds"),
@@ -74,10 +74,10 @@ def silently_off(run: RunLog) -> Detection | Skipped | None:
     is_rejecting = (run.table.series(_MASKED).values > 0.0).any()
     if facts.rollout_is == "off" or apart.sum() < th.MIN_STEPS or not idle[apart].all() or is_rejecting:
         return None
-    what = "every weight is exactly 1 and nothing is rejected, although the policies differ"
+    message = "every weight is exactly 1 and nothing is rejected, although the policies differ"
     seen = evidence_over(steps[apart], _LEAST, "exactly 1, as is the maximum")
     sure: Sure = ("high", "ratios of two different policies are not all 1")
-    return Detection("critical", what, (seen,), sure=sure)
+    return Detection("critical", message, (seen,), sure=sure)
 
 
 @Rule(

@@ -11,19 +11,18 @@ from numpy.typing import NDArray
 
 from rlctl.diagnose import fixes as fix
 from rlctl.diagnose import thresholds as th
+from rlctl.diagnose.falls import fall_of, is_new_level
 from rlctl.diagnose.finding import Evidence, Fix, Severity, Skipped, Sure
 from rlctl.diagnose.rule import Detection, Rule, detect_crossing
 from rlctl.diagnose.signals import (
     Change,
     change_evidence,
     crossing,
-    deviation,
     evidence_over,
     is_frequent,
     lasting_change,
     longest_true,
     rises,
-    smoothed,
 )
 from rlctl.diagnose.table import RunLog, Series, Table, ends
 from rlctl.metric_names import OVERLONG, key_pattern
@@ -31,9 +30,9 @@ from rlctl.metric_names import OVERLONG, key_pattern
 _ERRORS = "reward/error_fraction"
 ZERO_REWARD_STEPS = 20
 #: Fall of the reward, as a share of its range; share of the best level that counts as all of it, and share
-#: that counts where the range is unknown; number of standard errors that a fall exceeds.
+#: that counts where the range is unknown.
 FALL: tuple[tuple[Severity, float], ...] = (("warning", 0.15), ("critical", 0.3))
-ALL_LOST, HALF_LOST, FALL_SIGMAS = 0.9, 0.5, 5.0
+ALL_LOST, HALF_LOST = 0.9, 0.5
 #: Single rewards of a sum; rows below which a change counts only if every row shows it, and fewest rows; rise
 #: of one, as a share of its largest value, and fall of another, as a share of its start.
 _TERM, TERM_ROWS, FEWEST_ROWS, TERM_MOVE, TERM_LOSS = "reward/<term>/mean", 15, 3, 0.2, 0.4
@@ -45,6 +44,8 @@ _ALL_ZERO = {
     th.BEST: 0.0, th.GROUP_STD: 0.0, th.ZERO_SPREAD.key: 1.0, "critic/advantages/max": 0.0,
     "critic/advantages/mean": 0.0, "actor/pg_loss": 0.0,
 }  # fmt: skip
+#: Metric → its value if all rewards of a prompt are the same; None: the reward itself.
+_NO_SPREAD = {th.WORST: None, th.GROUP_STD: 0.0, th.ZERO_SPREAD.key: 1.0}
 #: Share of its start that entropy falls to, and minimum number of steps.
 ENTROPY_SHARE, ENTROPY_STEPS = 0.5, 40
 #: Share of right groups among the equal ones up to which they are mostly wrong, where single rewards are not
@@ -85,6 +86,8 @@ def reward_fell(run: RunLog) -> Detection | None:
     if len(series) < th.MIN_STEPS or (fall := fall_of(series)) is None:
         return None
     best, last, since = fall
+    if not is_new_level(series.values, best, last):
+        return None
     span = run.likely_span if key == th.SCORE else (0.0, 1.0) if last >= 0.0 and best <= 1.0 else None
     floor, top = span or (min(0.0, float(series.values.min())), best)
     share = (best - last) / (top - floor)
@@ -94,37 +97,10 @@ def reward_fell(run: RunLog) -> Detection | None:
         return None
     severity = FALL[-1][0] if span and best - last >= ALL_LOST * (best - floor) else reached[-1]
     name = "reward" if key == th.SCORE else "validation score"
-    what = f"the {name} fell from {best:.2g} to {last:.2g} after step {since:,}"
+    message = f"the {name} fell from {best:.2g} to {last:.2g} after step {since:,}"
     seen = change_evidence(key, best, last, series.steps[series.steps >= since])
     fixes = (*fix.slower(run, 10.0), fix.resume_before(since + 1))
-    return _doubted(run, Detection(severity, what, (seen,), fixes=fixes, since=since + 1))
-
-
-def fall_of(series: Series) -> tuple[float, float, int] | None:
-    """Best and newest level, and the last step at the best, where the series fell by more than its noise.
-
-    The first value counts as a level of its own, because a policy can collapse within a few steps.
-    """
-    values = series.values
-    width = min(th.WINDOW, max(1, len(values) // 5 | 1))
-    half = width // 2
-    medians = smoothed(values, width)[half : len(values) - half]
-    last, noise = float(medians[-1]), float(deviation(np.diff(values))) / 2**0.5
-    drift = float(deviation(np.diff(medians[::width]))) if len(values) >= 5 * width else 0.0
-    error = max(noise * (np.pi / 2 / width) ** 0.5, drift)
-    falls = []
-    # Few steps tell their own noise badly, and the best of their levels is high by chance.
-    if medians.max() - last > FALL_SIGMAS * (1.0 + 8.0 / len(values)) * error:
-        falls.append(np.append(np.full(half, -np.inf), medians))
-    later = values[1:][-len(values) // 2 :]
-    if (fall := values[0] - last) > th.SPIKE_SIGMAS * max(noise, float(later.std())):
-        falls.append(values[: int(np.argmax(values < values[0] - fall / 10.0))])
-    if not falls:
-        return None
-    levels = max(falls, key=lambda level: float(level.max()))
-    best = float(levels.max())
-    at = int(np.flatnonzero(levels >= best - (best - last) / 10.0)[-1])
-    return best, last, int(series.steps[at])
+    return _doubted(run, Detection(severity, message, (seen,), fixes=fixes, since=since + 1))
 
 
 @Rule(
@@ -136,10 +112,15 @@ def zero_spread_groups(run: RunLog) -> Detection | None:
     groups = _equal_groups(run)
     if groups is None:
         return None
-    severity, what, seen, equal, since = groups
+    severity, message, seen, equal, since = groups
     steps, (score,) = run.table.aligned(th.SCORE)
     during = score[np.isin(steps, equal)]
     position = run.reward_position(float(np.median(during)) if len(during) else None)
+    usual = float(np.median(during)) if len(during) else np.nan
+    if position is None and len(during) > 1 and (during == usual).mean() >= NEARLY_ALL:
+        message = message.format(which=f"all of {usual:g}")
+        why, checks = "the grader gives one number on these steps", fix.other_grader(run)
+        return _doubted(run, Detection("warning", message, (seen,), why, checks, since=since))
     cause, filtering = None, "filter out prompts that are always or never solved"
     is_right = position is None or position >= th.MOSTLY_RIGHT
     if is_right and rises(run.table, th.SCORE) and rises(run.table, seen.metric):
@@ -171,18 +152,18 @@ def zero_spread_groups(run: RunLog) -> Detection | None:
     )
     grader = fix.other_grader(run) if position is not None and position < NEARLY_NONE else ()
     fixes = (*grader, *fix.larger_groups(run), filtered) if severity != "info" else ()
-    what = what.format(which=which)
-    return _doubted(run, Detection(severity, what, (seen,), cause, fixes, since=since))
+    message = message.format(which=which)
+    return _doubted(run, Detection(severity, message, (seen,), cause, fixes, since=since))
 
 
-def _doubted(run: RunLog, found: Detection) -> Detection:
+def _doubted(run: RunLog, detection: Detection) -> Detection:
     """A detection that needs the rewards' range, with doubt where that is not logged."""
     if run.reward_span:
-        return found
+        return detection
     assumed = ", and taken to be 0 to 1" if run.likely_span else ""
     doubt: Sure = ("low", f"the rewards' range is not logged{assumed}")
     missing = ", ".join(key for key in th.REWARDS if key not in run.table.columns)
-    return found.with_doubt(doubt, f"{missing} would show the range")
+    return detection.with_doubt(doubt, f"{missing} would show the range")
 
 
 def _equal_groups(run: RunLog) -> tuple[Severity, str, Evidence, NDArray[np.int64], int] | None:
@@ -192,19 +173,21 @@ def _equal_groups(run: RunLog) -> tuple[Severity, str, Evidence, NDArray[np.int6
         crossed = crossing(series, th.ZERO_SPREAD)
         if crossed is None:
             return None
-        what = f"{crossed.worst:.0%} of the groups have equal rewards, {{which}}: no gradient {crossed.where}"
+        message = (
+            f"{crossed.worst:.0%} of the groups have equal rewards, {{which}}: no gradient {crossed.where}"
+        )
         inside = (series.steps >= crossed.first_step) & (series.steps <= crossed.last_step)
         severity = crossed.severity if len(series) >= th.MIN_STEPS else "warning"
-        return severity, what, crossed.evidence, series.steps[inside], crossed.since
+        return severity, message, crossed.evidence, series.steps[inside], crossed.since
     series = run.table.series(th.GROUP_STD)
     equal = series.steps[series.values == 0.0]
     share = len(equal) / len(series)
     if not is_frequent(series.values == 0.0):
         return None
-    what = f"on {share:.0%} of the steps all groups have equal rewards, {{which}}: no gradient"
+    message = f"on {share:.0%} of the steps all groups have equal rewards, {{which}}: no gradient"
     seen = evidence_over(equal, th.GROUP_STD, f"exactly 0 on {len(equal):,} of {len(series):,} step(s)")
     is_critical = len(series) >= th.MIN_STEPS and share >= th.ZERO_SPREAD.tiers[-1][1]
-    return "critical" if is_critical else "warning", what, seen, equal, int(equal[0])
+    return "critical" if is_critical else "warning", message, seen, equal, int(equal[0])
 
 
 @Rule(
@@ -234,25 +217,40 @@ def zero_reward(run: RunLog) -> Detection | None:
     else:
         cause, fixes = None, tuple(fix.other_grader(run))
     where = "" if length < len(steps) else ", all of the log"
-    what = f"every reward is exactly 0 for {length:,} step(s){where}"
+    message = f"every reward is exactly 0 for {length:,} step(s){where}"
     severity: Severity = "critical" if length >= ZERO_REWARD_STEPS else "warning"
-    found = Detection(severity, what, tuple(evidence), cause, fixes)
+    detection = Detection(severity, message, tuple(evidence), cause, fixes)
     if has_best:
-        return found
+        return detection
     if shown is not None:
-        return replace(found, sure=("medium", f"{shown.metric} shows no single reward that differs"))
+        return replace(detection, sure=("medium", f"{shown.metric} shows no single reward that differs"))
     doubt: Sure = ("medium", "the best single reward is not logged")
-    return found.with_doubt(doubt, f"{th.BEST} would exclude rewards that average 0")
+    return detection.with_doubt(doubt, f"{th.BEST} would exclude rewards that average 0")
 
 
-@Rule("constant-reward", needs=(th.BEST, th.WORST), min_steps=ZERO_REWARD_STEPS, fixes=fix.other_grader)
-def constant_reward(run: RunLog) -> Detection | None:
+@Rule(
+    "constant-reward", one_of=(th.BEST, th.SCORE), uses=(th.WORST, th.GROUP_STD, th.ZERO_SPREAD.key),
+    fixes=fix.other_grader,
+)  # fmt: skip
+def constant_reward(run: RunLog) -> Detection | Skipped | None:
     """Responses get different rewards."""
-    steps, (best, worst) = run.table.aligned(th.BEST, th.WORST)
-    if not best.any() or (best != best[0]).any() or (worst != best[0]).any():
+    key = th.BEST if len(run.table.series(th.WORST)) else th.SCORE
+    series = run.table.series(key)
+    alike = next((one for one in _NO_SPREAD if len(run.table.series(one))), None)
+    if alike is None:
+        return Skipped("no metric shows whether single rewards differ", tuple(_NO_SPREAD))
+    steps, (value, spread) = run.table.aligned(key, alike)
+    wanted = _NO_SPREAD[alike]
+    is_equal = spread == (value if wanted is None else wanted)
+    if len(value) < 2 or len(value) < len(series) or not value[0] or np.ptp(value) or not is_equal.all():
         return None
-    what = f"every response of every step gets the reward {best[0]:g}"
-    return Detection("critical", what, (evidence_over(steps, th.BEST, f"{best[0]:g}, as is the smallest"),))
+    is_long = len(value) >= ZERO_REWARD_STEPS
+    if not is_long and value[0] > 0.0:  # a short log of solved prompts
+        return None
+    message = f"every response of every step gets the reward {value[0]:g}"
+    each = ((key, value), (alike, spread))
+    seen = tuple(evidence_over(steps, name, f"{logged[0]:g} on these steps") for name, logged in each)
+    return Detection("critical" if is_long else "warning", message, seen)
 
 
 def _no_signal(table: Table) -> Evidence | None:
@@ -282,18 +280,18 @@ def entropy(run: RunLog) -> Detection | None:
     """The policy explores until it has learned."""
     if run.has_learned:
         return None
-    found = detect_crossing(run, th.ENTROPY, "entropy is {worst:.2g} nats {where}")
+    detection = detect_crossing(run, th.ENTROPY, "entropy is {worst:.2g} nats {where}")
     series, score = run.table.series(th.ENTROPY.key), run.table.series(th.SCORE)
     is_flat = len(score) >= ENTROPY_STEPS and run.likely_span is not None and not run.has_gained
     fall = lasting_change(series) if is_flat and len(series) >= ENTROPY_STEPS else None
-    if found is None and fall is not None and fall.end <= ENTROPY_SHARE * fall.start:
-        what = f"entropy fell from {fall.start:.3g} to {fall.end:.3g} nats while the reward stayed flat"
+    if detection is None and fall is not None and fall.end <= ENTROPY_SHARE * fall.start:
+        message = f"entropy fell from {fall.start:.3g} to {fall.end:.3g} nats while the reward stayed flat"
         seen = evidence_over(series.steps, th.ENTROPY.key, f"{fall.end / fall.start:.0%} of its start")
-        found = Detection("warning", what, (seen,), since=fall.since)
-    if found is None:
+        detection = Detection("warning", message, (seen,), since=fall.since)
+    if detection is None:
         return None
     gains = run.likely_span is None and rises(run.table, th.SCORE)
-    return _doubted(run, replace(found, severity="info" if gains else "warning"))
+    return _doubted(run, replace(detection, severity="info" if gains else "warning"))
 
 
 def _no_entropy_bonus(run: RunLog) -> Iterator[Fix]:
@@ -319,12 +317,12 @@ def entropy_rise(run: RunLog) -> Detection | None:
         return None
     start, end, since = change
     seen = change_evidence(th.ENTROPY.key, start, end, series.steps[series.steps >= since])
-    what = f"entropy rose from {start:.2g} to {end:.2g} nats"
+    message = f"entropy rose from {start:.2g} to {end:.2g} nats"
     if len(run.table.series(th.SCORE)):
-        return Detection("warning", f"{what}, and the reward did not", (seen,), since=since)
+        return Detection("warning", f"{message}, and the reward did not", (seen,), since=since)
     doubt: Sure = ("low", "without the reward, this may be wanted exploration")
     unknown = f"{th.SCORE} would show whether the exploration helps"
-    return Detection("warning", what, (seen,), since=since).with_doubt(doubt, unknown)
+    return Detection("warning", message, (seen,), since=since).with_doubt(doubt, unknown)
 
 
 @Rule(
@@ -351,12 +349,14 @@ def reward_hacking(run: RunLog) -> Detection | Skipped | None:
     reached = [severity for severity, gap in HACKING_GAP if gain - held_out > gap]
     if gain < th.FLAT_REWARD or held_out >= th.FLAT_REWARD or had_learned or not reached:
         return None
-    what = f"the training reward gained {gain:.0%} of its range, validation {held_out:.0%}"
+    if not is_new_level(score, start, end):
+        return None
+    message = f"the training reward gained {gain:.0%} of its range, validation {held_out:.0%}"
     trained = change_evidence(th.SCORE, start, end, steps)
     validated = change_evidence(th.VALIDATION, before, after, validation.steps)
     change = lasting_change(run.table.series(th.SCORE))
     since = change.since if change else None
-    return _doubted(run, Detection(reached[-1], what, (trained, validated), since=since))
+    return _doubted(run, Detection(reached[-1], message, (trained, validated), since=since))
 
 
 def _lighter(run: RunLog, risen: str, fallen: str) -> Iterator[Fix]:
@@ -395,9 +395,9 @@ def reward_terms(run: RunLog) -> Detection | Skipped | None:
         change_evidence(terms[term], *changed[term][0][:2], run.table.series(terms[term]).steps)
         for term in (up, *fallen)
     )
-    what = f"the reward {up} rises while {' and '.join(fallen)} {'fall' if fallen[1:] else 'falls'}"
+    message = f"the reward {up} rises while {' and '.join(fallen)} {'fall' if fallen[1:] else 'falls'}"
     since = min(changed[term][0].since for term in (up, *fallen))
-    return Detection("warning", what, evidence, fixes=_lighter(run, up, down), since=since)
+    return Detection("warning", message, evidence, fixes=_lighter(run, up, down), since=since)
 
 
 def _constant_terms(run: RunLog, terms: Mapping[str, str]) -> Detection | None:
@@ -432,25 +432,16 @@ def temperature(run: RunLog) -> Detection | None:
     equal = run.table.series(th.ZERO_SPREAD.key)
     position = run.reward_position(ends(score.values)[0])
     if heat > HOT and position is not None and position < NEARLY_NONE:
-        what, cause = f"samples are drawn at temperature {heat:g}, and nearly all are wrong", None
+        message, cause = f"samples are drawn at temperature {heat:g}, and nearly all are wrong", None
         figure = f"{ends(score.values)[0]:.2g} in the first steps"
         seen = evidence_over(score.steps[: th.WINDOW], th.SCORE, figure)
     elif heat < COLD and len(equal) and ends(equal.values)[0] >= th.ZERO_SPREAD.tiers[0][1]:
-        what, cause = f"samples are drawn at temperature {heat:g}, and most groups are equal", _TOO_COLD
+        message, cause = f"samples are drawn at temperature {heat:g}, and most groups are equal", _TOO_COLD
         figure = f"{ends(equal.values)[0]:.0%} in the first steps"
         seen = evidence_over(equal.steps[: th.WINDOW], th.ZERO_SPREAD.key, figure)
     else:
         return None
-    return Detection("warning", what, (seen,), cause)
-
-
-def _length_penalty(run: RunLog) -> Iterator[Fix]:
-    """A length penalty that grows towards the limit (DAPO), unless one is configured."""
-    limit, spec = run.facts.max_response_length, run.spec
-    if limit and limit >= 8 and (spec is None or spec.reward.overlong.buffer_length <= 0):
-        setting = f"reward.overlong.buffer_length={limit // 4}"
-        others = {"trl": "mask_truncated_completions=True", "ms-swift": "--overlong_filter true"}
-        yield fix.change(setting, why="against overlong responses", **others)
+    return Detection("warning", message, (seen,), cause)
 
 
 def _higher_limit(run: RunLog) -> Iterator[Fix]:
@@ -465,14 +456,14 @@ def _higher_limit(run: RunLog) -> Iterator[Fix]:
 
 @Rule(
     "truncated", thresholds=th.TRUNCATED, one_of=(th.TRUNCATED.key, th.LENGTH),
-    uses=("response_length/max",), fixes=(_higher_limit, _length_penalty),
+    uses=("response_length/max",), fixes=(_higher_limit, fix.length_penalty),
 )  # fmt: skip
 def truncated(run: RunLog) -> Detection | Skipped | None:
     """Responses end before the length limit."""
     series, limit = run.table.series(th.LENGTH), run.facts.max_response_length
     if len(run.table.series(th.TRUNCATED.key)):
-        what = "{worst:.1%} of the responses are cut off at the length limit {where}"
-        found = detect_crossing(run, th.TRUNCATED, what)
+        message = "{worst:.1%} of the responses are cut off at the length limit {where}"
+        found = detect_crossing(run, th.TRUNCATED, message)
         typical = float(np.median(run.table.series(th.TRUNCATED.key).values))
         return found and replace(found, explains=None if typical >= NEARLY_ALL else ())
     if limit is None:
@@ -483,11 +474,11 @@ def truncated(run: RunLog) -> Detection | Skipped | None:
     if not reached:
         return None
     how = ", inferred" if "inferred" in run.fact_origins.get("max_response_length", "") else ""
-    what = f"on {share:.0%} of the steps all responses are as long as the limit ({limit} tokens{how})"
+    message = f"on {share:.0%} of the steps all responses are as long as the limit ({limit} tokens{how})"
     seen = evidence_over(full, th.LENGTH, f"{limit} on {len(full):,} of {len(series):,} step(s)")
     unknown = f"{th.TRUNCATED.key} would show the share of single responses"
     explains = None if share >= NEARLY_ALL else ()
-    return Detection(reached[-1], what, (seen,), could_not_check=(unknown,), explains=explains)
+    return Detection(reached[-1], message, (seen,), could_not_check=(unknown,), explains=explains)
 
 
 @Rule(
@@ -511,12 +502,12 @@ def flat_reward(run: RunLog) -> Detection | Skipped | None:
     values = series.values
     low, high = span or (0.0, float(np.abs(values).max()))
     fifths = np.array_split(values, min(5, len(values) // 2))
-    parts = [float(np.median(part)) for part in fifths]
+    parts = [float(np.median(fifth)) for fifth in fifths]
     moves = np.ptp(parts) >= th.FLAT_REWARD * (high - low) or max(parts) > FLAT_GROWTH * parts[0] > 0.0
     position = (parts[-1] - low) / ((high - low) or 1.0)
     if moves or not values.any() or (span and position >= th.LEARNED):
         return None
     severity: Severity = "warning" if position < th.MOSTLY_RIGHT and span else "info"
-    what = f"the reward stays at {np.median(values):.2g} over {steps:,} steps"
+    message = f"the reward stays at {np.median(values):.2g} over {steps:,} steps"
     seen = change_evidence(th.SCORE, parts[0], parts[-1], series.steps)
-    return _doubted(run, Detection(severity, what, (seen,)))
+    return _doubted(run, Detection(severity, message, (seen,)))

@@ -88,10 +88,10 @@ def staleness(run: RunLog) -> Detection | None:
         return None
     since = int(ages.steps[np.argmax(ages.values > 0.0)])
     if apart is not None:
-        what = f"samples are up to {ages.values.max():.3g} batches old, and nothing corrects for it"
+        message = f"samples are up to {ages.values.max():.3g} batches old, and nothing corrects for it"
         seen = evidence_over(ages.steps, STALENESS.key, f"up to {series.values.max():.3g} updates")
         fixes = (*fix.fresher(run, fully=True), *fix.correct_tokens(run), *_fresher(run))
-        return Detection("critical", what, (seen, apart.evidence), fixes=fixes, since=since)
+        return Detection("critical", message, (seen, apart.evidence), fixes=fixes, since=since)
     whose = "the oldest samples are" if has_oldest else "samples are on average"
     found = detect_crossing(run, STALENESS, whose + " {worst:.3g} batches old {where}", ages)
     unknown: Sure = ("medium", "the number of updates per batch is unknown")
@@ -122,10 +122,10 @@ def nondeterminism(run: RunLog) -> Detection | Skipped | None:
     if run.facts.bypass_mode:
         return Skipped("in bypass mode π_old is the sampler's")
     ratio = run.table.series(RATIO_ON_POLICY.key)
-    what = "{worst:.2g} {where}, although the policy has not moved"
+    message = "{worst:.2g} {where}, although the policy has not moved"
     off_one = Series(ratio.steps, ratio.values - 1.0)
-    found = detect_crossing(run, RATIO_ON_POLICY, f"π_θ/π_old is off 1 by {what}", off_one)
-    return found or detect_crossing(run, PPO_KL_ON_POLICY, f"π_θ and π_old differ by {what}")
+    found = detect_crossing(run, RATIO_ON_POLICY, f"π_θ/π_old is off 1 by {message}", off_one)
+    return found or detect_crossing(run, PPO_KL_ON_POLICY, f"π_θ and π_old differ by {message}")
 
 
 def _faster_grading(run: RunLog) -> Iterator[Fix]:
@@ -146,8 +146,8 @@ def slow_grader(run: RunLog) -> Detection | None:
     times = grading.max() / max(median, _TIMES)
     figure = f"{grading.max():.3g} s at most, {median:.3g} s in the median"
     seen = evidence_over(steps[slow], _GRADING, figure)
-    what = f"grading is slow on {slow.mean():.0%} of the steps, up to {times:.0f} times its median"
-    return Detection("warning", what, (seen, idle.evidence) if idle else (seen,))
+    message = f"grading is slow on {slow.mean():.0%} of the steps, up to {times:.0f} times its median"
+    return Detection("warning", message, (seen, idle.evidence) if idle else (seen,))
 
 
 @Rule(
@@ -156,14 +156,14 @@ def slow_grader(run: RunLog) -> Detection | None:
 )  # fmt: skip
 def failed_rollouts(run: RunLog) -> Detection | None:
     """Rollouts and grading succeed."""
-    found = crossings(run, FAILED)
-    if not found:
+    crossed = crossings(run, FAILED)
+    if not crossed:
         return None
-    worst, evidence = worst_of(found), tuple(one.evidence for one in found)
+    worst, evidence = worst_of(crossed), tuple(one.evidence for one in crossed)
     figure = f"{worst.worst:.0%} of the"
     if not worst.key.startswith("reward/"):
         return Detection(
             worst.severity, f"{figure} rollouts fail or are empty {worst.where}", evidence, since=worst.since
         )
-    what, cause = f"{figure} gradings fail {worst.where}", "the grader raises on some answers"
-    return Detection(worst.severity, what, evidence, cause, fix.other_grader(run), since=worst.since)
+    message, cause = f"{figure} gradings fail {worst.where}", "the grader raises on some answers"
+    return Detection(worst.severity, message, evidence, cause, fix.other_grader(run), since=worst.since)

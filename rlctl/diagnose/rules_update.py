@@ -23,8 +23,9 @@ from rlctl.diagnose.signals import (
     smoothed,
     spikes,
     steps_text,
+    trend,
 )
-from rlctl.diagnose.table import RunLog, Series
+from rlctl.diagnose.table import COUNTED, RunLog, Series
 from rlctl.diagnose.thresholds import Levels
 
 _NORM, _LOSS, _PPO_KL, _LR = th.GRAD_NORM.key, "actor/pg_loss", "actor/ppo_kl", "actor/lr"
@@ -53,6 +54,9 @@ _REACH = fix.by_hand(
     "check that trained parameters require a gradient and are in the optimizer; with adapters and gradient "
     "checkpointing call `model.enable_input_require_grads()`"
 )
+_NO_GRADIENT_OF_CRITIC = (
+    "all advantages are 0, everything is rejected, or the loss does not reach the parameters"
+)
 _IN_FULL = fix.by_hand(
     "compute one batch in full precision, and look for the first tensor that is not finite"
 )
@@ -60,6 +64,16 @@ _IN_FULL = fix.by_hand(
 _COEF_OF = {_KL_LOSS: "actor.kl_loss_coef", "actor/reward_kl_penalty": "algorithm.kl_ctrl.kl_coef"}
 #: Coefficient from which the penalty may hold the policy, and the KL, in nats, below which it does.
 STRONG_PENALTY, HELD_KL = 0.5, 0.2
+#: Share of the largest KL that a KL of the first rows must have to have been there from the start, and rows.
+EARLY_SHARE, EARLY_ROWS = 0.4, 5
+_OTHER_START = (
+    "the reference is not the policy that the run began with: another checkpoint, precision or template, "
+    "or, with an adapter that was trained before, the model without it"
+)
+_SAME_START = fix.by_hand(
+    "name the weights that the run begins with as the reference, merged if they are an adapter; a "
+    "stronger penalty would undo their training"
+)
 #: A share of groups or tokens that counts as all of them.
 ALL_OF_THEM = 0.99
 REF_KL_OK = th.REF_KL[0].tiers[0][1]
@@ -88,13 +102,23 @@ def not_finite(run: RunLog) -> Detection | Skipped | None:
     )
 
 
-def _rate_for(rates: Series, step: int, size: float) -> Fix:
-    """Fix for updates that have a size, in nats, at a step: the size grows with the square of the rate."""
-    rate = rates.values[rates.steps == step]
-    if not rate.any():
+def _rate_for(run: RunLog, step: int, size: float) -> Fix:
+    """Fix for updates that have a size, in nats, at a step: the size grows with the square of the rate.
+
+    The peak is scaled by the wanted factor, so that warm-up and decay stay as they are. In a warm-up that is
+    far from its peak, larger updates need a shorter one.
+    """
+    rates = run.table.series(_LR)
+    rate, peak = rates.values[rates.steps == step], fix.peak_rate(run)
+    factor = (USUAL_UPDATE / size) ** 0.5
+    if factor > 1.0 and fix.is_warming_up(run):
+        return fix.shorter_warm_up(run)
+    if not rate.any() or peak is None:
         return fix.by_hand(f"{'lower' if size > USUAL_UPDATE else 'raise'} the learning rate")
+    is_before_peak = fix.is_warming_up(run)
+    wanted = (rate[0] if is_before_peak else peak) * factor
     why = f"for updates of about {USUAL_UPDATE:g} nats per batch: they grow with the square of the rate"
-    return fix.change(f"actor.lr={rate[0] * (USUAL_UPDATE / size) ** 0.5:.2g}", why=why)
+    return fix.change(f"actor.lr={wanted:.2g}", why=why)
 
 
 @Rule(
@@ -121,10 +145,10 @@ def large_updates(run: RunLog) -> Detection | Skipped | None:
     first = int(np.argmax(lasting > LARGE_UPDATE[0][1]))
     most = first + int(np.argmax(sizes[first : first + th.WINDOW]))
     size, step = float(sizes[most]), int(series.steps[most])
-    what = f"the updates on one batch move the policy by {size:.2g} nats per token in step {step:,}"
+    message = f"the updates on one batch move the policy by {size:.2g} nats per token in step {step:,}"
     seen = replace(_update_seen(series, most), metric=key)
-    fixes = (_rate_for(run.table.series(_LR), step, size), fix.FIND_THE_CAUSE)
-    return Detection(reached[-1], what, (seen,), fixes=fixes, since=int(series.steps[first]))
+    fixes = (_rate_for(run, step, size), fix.FIND_THE_CAUSE)
+    return Detection(reached[-1], message, (seen,), fixes=fixes, since=int(series.steps[first]))
 
 
 def _ignores_the_rate(run: RunLog, sizes: Series) -> bool:
@@ -152,9 +176,9 @@ def frozen(run: RunLog) -> Detection | None:
         start, length = longest_true(np.diff(series.values) == 0.0)
         during = series.steps[start : start + length + 1]
         if len(during) >= FROZEN_STEPS and series.values[start] != round(series.values[start], DECIMALS):
-            what = f"{key} has one value in {steps_text(int(during[0]), int(during[-1]))}"
+            message = f"{key} has one value in {steps_text(int(during[0]), int(during[-1]))}"
             seen = evidence_over(during, key, f"exactly {series.values[start]:.6g}")
-            return Detection("warning", what, (seen,))
+            return Detection("warning", message, (seen,))
     return None
 
 
@@ -170,7 +194,7 @@ def small_updates(run: RunLog) -> Detection | Skipped | None:
     least = TINY_RATE if len(rates) >= th.MOVE_STEPS else 0.0
     if run.facts.lr == 0.0 or (peak is not None and peak <= least):
         seen = evidence_over(run.table.steps, _LR, f"at most {peak or 0.0:.2g}")
-        fixes = (fix.by_hand("shorten the warm-up"),) if run.facts.lr and peak else fix.usual_rate(run)
+        fixes = (fix.shorter_warm_up(run),) if run.facts.lr and peak else fix.usual_rate(run)
         return Detection("warning", f"the learning rate is {peak or 0.0:.2g}", (seen,), fixes=fixes)
     norm = run.table.series(_NORM).values
     moved = run.facts.bypass_mode and (run.facts.updates_per_batch or 1) > 1 and not _are_stale(run)
@@ -180,9 +204,11 @@ def small_updates(run: RunLog) -> Detection | Skipped | None:
     size, step = float(series.values[most]), int(series.steps[most])
     if not 0.0 < size < TINY_UPDATE or not np.median(norm) or run.has_gained or run.has_learned:
         return None
-    what = f"the updates hardly move the policy: by {size:.1g} nats per token and batch at most"
-    fixes = (_rate_for(rates, step, size),)
-    return Detection("warning", what, (_update_seen(series, most),), fixes=fixes, since=int(series.steps[0]))
+    message = f"the updates hardly move the policy: by {size:.1g} nats per token and batch at most"
+    fixes = (_rate_for(run, step, size),)
+    return Detection(
+        "warning", message, (_update_seen(series, most),), fixes=fixes, since=int(series.steps[0])
+    )
 
 
 def _are_stale(run: RunLog) -> bool:
@@ -237,7 +263,7 @@ def no_gradient(run: RunLog) -> Detection | None:
         return None
     steps = series.steps[is_zero]
     evidence = [evidence_over(steps, _NORM, f"0 on {count_of_steps(len(steps))}")]
-    what = f"the gradient is exactly zero on {share:.0%} of the steps"
+    message = f"the gradient is exactly zero on {share:.0%} of the steps"
     reasons: dict[str, tuple[str, Iterable[Fix]]] = {
         th.MASKED.key: ("everything is rejected", (fix.by_hand("widen the bounds of rejection"),)),
         _CUT_OFF: (
@@ -246,6 +272,8 @@ def no_gradient(run: RunLog) -> Detection | None:
         ),
         th.ZERO_SPREAD.key: ("all responses of each group have the same reward", fix.larger_groups(run)),
     }
+    if run.facts.has_critic:
+        del reasons[th.ZERO_SPREAD.key]
     if run.spec is not None:  # rlctl never masks them
         del reasons[_CUT_OFF]
     shares = {key: _typical(run, key, steps) for key in reasons}
@@ -254,12 +282,12 @@ def no_gradient(run: RunLog) -> Detection | None:
         evidence.append(evidence_over(steps, of_all, "1 on these steps"))
         why, fixes = reasons[of_all]
     elif is_rounded(run.table):
-        what = f"the gradient is printed as 0 on {share:.0%} of the steps"
+        message = f"the gradient is printed as 0 on {share:.0%} of the steps"
         small = f"the log has {DECIMALS} decimals at most: 0 may be a small number"
-        return Detection("info", what, tuple(evidence), fixes=(), could_not_check=(small,))
-    elif (differing := _groups_differ(run, shares[th.ZERO_SPREAD.key], steps)) is not None:
+        return Detection("info", message, tuple(evidence), fixes=(), could_not_check=(small,))
+    elif (differing := _groups_differ(run, shares.get(th.ZERO_SPREAD.key), steps)) is not None:
         evidence.append(differing)
-        what += ", although rewards differ within groups"
+        message += ", although rewards differ within groups"
         why = (
             "the loss does not reach the trained parameters: they are frozen or not in the optimizer, the "
             "log-probs are detached, or gradient checkpointing cuts off an adapter's inputs"
@@ -267,9 +295,13 @@ def no_gradient(run: RunLog) -> Detection | None:
         fixes = (_REACH,)
     else:
         unknown = f"{th.ZERO_SPREAD.key} would distinguish equal rewards from parameters without a gradient"
-        return Detection("critical", what, tuple(evidence), could_not_check=(unknown,))
+        if not run.facts.has_critic:
+            return Detection("critical", message, tuple(evidence), could_not_check=(unknown,))
+        return Detection("critical", message, tuple(evidence), _NO_GRADIENT_OF_CRITIC)
     sure: Sure = ("high", "another figure shows the reason")
-    return Detection("critical", what, tuple(evidence), why, tuple(fixes), sure, is_first=fixes == (_REACH,))
+    return Detection(
+        "critical", message, tuple(evidence), why, tuple(fixes), sure, is_first=fixes == (_REACH,)
+    )
 
 
 def _typical(run: RunLog, key: str, steps: NDArray[np.int64]) -> float | None:
@@ -295,7 +327,7 @@ def _groups_differ(run: RunLog, equal: float | None, steps: NDArray[np.int64]) -
     thresholds=f"— / — / ≥ {th.ZERO_SHARE * 100:g} % of the steps, or all of fewer than {th.MIN_STEPS}",
     fixes=(
         fix.larger_groups,
-        fix.by_hand("check that a prompt has several responses, and that the advantages use the rewards"),
+        fix.several_responses,
     ),
 )  # fmt: skip
 def zero_advantages(run: RunLog) -> Detection | None:
@@ -310,14 +342,14 @@ def zero_advantages(run: RunLog) -> Detection | None:
     top = span[1] if span else best
     if score is not None and score == top and top > 0.0:  # every response as good as the best of the run
         return None
-    what = f"all advantages are exactly zero on {is_zero.mean():.0%} of the steps"
+    message = f"all advantages are exactly zero on {is_zero.mean():.0%} of the steps"
     cause = None
     if best is not None and worst is not None and best > worst:
-        what += ", although rewards differ"
+        message += ", although rewards differ"
     elif score is not None:
         cause = f"every response has the same reward ({score:.3g}): nothing to compare"
     seen = evidence_over(during, _ADVANTAGE_ENDS[0], "0, as is the smallest")
-    return Detection("critical", what, (seen,), cause)
+    return Detection("critical", message, (seen,), cause)
 
 
 def _penalty_coefficient(run: RunLog) -> float | None:
@@ -338,6 +370,19 @@ def _stronger_penalty(run: RunLog, found: Crossing) -> Fix:
     return fix.change(f"{key}={times * coefficient:.2g}", why=why)
 
 
+def _not_the_start(run: RunLog, series: Series, level: float) -> str:
+    """How a KL of this level shows that the reference is not the policy's start; empty where it does not."""
+    first, is_first = float(series.values[0]), run.has_first_step and series.steps[0] <= th.FIRST_STEP
+    if first > REF_KL_OK and first >= EARLY_SHARE * level and is_first:
+        return f"{first:.3g} of them in step {series.steps[0]}"
+    count = min(EARLY_ROWS, len(series) // 2)
+    early, late = (float(np.median(end)) for end in (series.values[:count], series.values[-count:]))
+    is_early = count > 1 and series.steps[0] <= th.START_STEPS and COUNTED not in run.notes
+    if is_early and early > REF_KL_OK and early >= EARLY_SHARE * level and trend(series) < 0.0:
+        return f"and the distance falls, from {early:.3g} to {late:.3g}"
+    return ""
+
+
 @Rule(
     "reference-drift", thresholds=th.REF_KL[0], one_of=tuple(levels.key for levels in th.REF_KL),
     uses=(_KL_COEF,),
@@ -347,13 +392,21 @@ def _stronger_penalty(run: RunLog, found: Crossing) -> Fix:
 )  # fmt: skip
 def reference_drift(run: RunLog) -> Detection | None:
     """The policy stays near its reference."""
-    found = crossings(run, th.REF_KL)
-    if not found:
+    crossed = crossings(run, th.REF_KL)
+    if not crossed:
         return None
-    worst = worst_of(found)
+    worst = worst_of(crossed)
+    drifted = of_crossing(worst, "the policy is {worst:.3g} nats from its reference {where}")
+    evidence = tuple(one.evidence for one in crossed)
+    if how := _not_the_start(run, run.table.series(worst.key), worst.worst):
+        sure: Sure = ("high", "updates move a policy away from its start, not towards it or before them")
+        return replace(
+            drifted, what=f"{drifted.what}, {how}", evidence=evidence, cause=_OTHER_START, sure=sure,
+            fixes=(_SAME_START,), is_first=True, explains=("flat-reward",),
+        )  # fmt: skip
     return replace(
-        of_crossing(worst, "the policy is {worst:.3g} nats from its reference {where}"),
-        evidence=tuple(one.evidence for one in found),
+        drifted,
+        evidence=evidence,
         fixes=(_stronger_penalty(run, worst), *fix.slower(run)),
     )
 
@@ -373,9 +426,9 @@ def strong_penalty(run: RunLog) -> Detection | Skipped | None:
     if coefficient < STRONG_PENALTY or not is_held or run.has_learned:
         return None
     usual = fix.change(f"{_COEF_OF[key]}=0.001", why="the default")
-    what = f"the KL penalty has the coefficient {coefficient:g}, and the policy stays at its reference"
+    message = f"the KL penalty has the coefficient {coefficient:g}, and the policy stays at its reference"
     seen = evidence_over(series.steps, key, f"{np.median(series.values):.2g} (median)")
-    return Detection("warning", what, (seen,), fixes=(usual,))
+    return Detection("warning", message, (seen,), fixes=(usual,))
 
 
 @Rule("healthy-loss", needs=(_LOSS, _NORM), uses=(_PPO_KL, _ADVANTAGE), only_alone=True)
@@ -394,11 +447,11 @@ def healthy_loss(run: RunLog) -> Detection | Skipped | None:
     others = [run.table.series(key).values for key in (_PPO_KL, _ADVANTAGE)]
     if not is_healthy or any(len(v) and float(np.median(np.abs(v))) > PG_LOSS_ZERO for v in others):
         return None
-    what = f"the policy loss is near zero ({typical:.2g}), and that is healthy"
+    message = f"the policy loss is near zero ({typical:.2g}), and that is healthy"
     seen = evidence_over(steps, _LOSS, f"|loss| {typical:.2g} (median)")
     gradient = evidence_over(steps, _NORM, f"{np.median(norm):.3g} (median)")
     sure: Sure | None = ("high", "loss and advantages are of the kind that cancels") if spec else None
-    return Detection("info", what, (seen, gradient), sure=sure)
+    return Detection("info", message, (seen, gradient), sure=sure)
 
 
 def count_of_steps(count: int) -> str:

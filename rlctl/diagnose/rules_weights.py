@@ -68,7 +68,7 @@ def effective_samples(run: RunLog) -> Detection | None:
     if crossed is not None:
         text = "the effective sample size is only {worst:.0%} of the number of samples {where}"
         seen = crossed.evidence
-        if run.facts.dialect != "verl" and th.MASKED.key in run.table.columns:
+        if run.facts.naming != "verl" and th.MASKED.key in run.table.columns:
             seen = replace(seen, figure=f"{seen.figure}, without rejected samples")
         evidence = (seen, spread.evidence) if spread else (seen,)
         severity = "warning" if crossed.severity == "info" and spread else crossed.severity

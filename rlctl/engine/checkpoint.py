@@ -16,6 +16,7 @@ from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from types import MappingProxyType
+from typing import Any
 
 from rlctl.errors import RlctlError, RunFailure, UsageError, first_line, lost_rank
 from rlctl.files import apply_umask, sha256_of, sync
@@ -39,12 +40,22 @@ class TrainerState:
         policy_version: optimizer updates so far.
         world_size: number of ranks that wrote it.
         kl_coef: coefficient of the KL penalty in the reward for the next batch; None: no penalty.
+        capabilities: name → what it continues with; None: in checkpoints of earlier versions.
     """
 
     step: int
     policy_version: int
     world_size: int
     kl_coef: float | None = None
+    capabilities: dict[str, Any] | None = None
+
+    def __post_init__(self) -> None:
+        """Raises a `ValueError` for values of other types, as in a manifest that was edited."""
+        for name in ("step", "policy_version", "world_size"):
+            if type(value := getattr(self, name)) is not int or value < 0:
+                raise ValueError(f"{name} is {value!r}, not a number of steps, updates or ranks")
+        if type(self.kl_coef) not in {float, int, type(None)}:
+            raise ValueError(f"kl_coef is {self.kl_coef!r}, not a number")
 
 
 @dataclass(frozen=True, slots=True)
@@ -100,9 +111,9 @@ def writing(root: Path, step: int) -> Iterator[None]:
         while cause and not isinstance(cause, OSError):  # torch raises its own error after that of the write
             cause = cause.__context__
         reason = getattr(cause, "strerror", None) or first_line(error)
-        what = f"the checkpoint of step {step} could not be written: {reason}"
+        message = f"the checkpoint of step {step} could not be written: {reason}"
         fix = "free space or set trainer.max_ckpt_to_keep lower; earlier checkpoints are intact"
-        raise RunFailure(what, where=str(root), fix=fix) from error
+        raise RunFailure(message, where=str(root), fix=fix) from error
 
 
 def remove_unwritten(root: Path, error: Exception) -> None:
@@ -210,6 +221,11 @@ def checkpoint_of_run(run_dir: Path, step: int | None = None) -> tuple[Checkpoin
     raise UsageError(f"the run has no complete checkpoint{of_step}{why}", where=str(root), fix=fix)
 
 
+def has_published(root: Path) -> bool:
+    """Whether a checkpoint was written, intact or not."""
+    return bool(_published(root))
+
+
 def bytes_of_newest(root: Path) -> int:
     """Size of the newest checkpoint in bytes; 0 without one."""
     found = _published(root)
@@ -240,7 +256,7 @@ def verify(path: Path) -> tuple[str, Checkpoint | None]:
     """Verifies one checkpoint; returns its problem and None, or "" and the checkpoint."""
     try:
         state, expected = _read_manifest(path)
-    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+    except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         return f"its manifest is unreadable ({error})", None
     if path.name != f"{_PREFIX}{state.step:06d}":
         return f"its manifest contains step {state.step}", None
@@ -267,7 +283,10 @@ def _read_manifest(path: Path) -> tuple[TrainerState, dict[str, str]]:
     if digest is not None and digest != _digest(manifest):
         raise ValueError("it differs from its checksum")
     manifest["state"].pop("zero_stage", None)  # of older versions
-    return TrainerState(**manifest["state"]), manifest["sha256"]
+    files = dict(manifest["sha256"])
+    if not all(isinstance(digest, str) for digest in files.values()):
+        raise ValueError("a checksum is no text")
+    return TrainerState(**manifest["state"]), files
 
 
 def _digest(content: object) -> str:

@@ -39,12 +39,13 @@ from rlctl.engine.deepspeed_setup import (
 )
 from rlctl.engine.layout import idle_inputs
 from rlctl.engine.log_probs import PolicyModule
+from rlctl.engine.plain_state import only_plain_data
 from rlctl.engine.policy_engine import Engine, FrozenModule, PolicyEngine, ValueEngine
 from rlctl.engine.protocol import StepResult
 from rlctl.engine.ranks import Ranks
 from rlctl.engine.sequence_parallel import SequenceParallel
 from rlctl.errors import RunFailure, UsageError, in_words
-from rlctl.processes import environment_without_ranks
+from rlctl.processes import environment_without_ranks, import_path
 
 _STATE = "engine"
 #: Directory beside the checkpoints in which a state is converted for another number of ranks.
@@ -96,11 +97,11 @@ def _is_finite(gradient: Tensor) -> bool:
 
 
 class _Engine(Engine):
-    """A module under DeepSpeed: the common part of policy and critic; see `protocol.Trained`.
+    """A module under DeepSpeed: the common part of policy and critic; see `protocol.TrainedModule`.
 
     Attributes:
         zero_stage: the stage in effect.
-        scales_gradients: see `protocol.Trained`.
+        scales_gradients: see `protocol.TrainedModule`.
     """
 
     def __init__(
@@ -151,7 +152,7 @@ class _Engine(Engine):
         self._model = getattr(module, "model", module)
 
     def plan(self, passes: Sequence[ModelInputs]) -> str:
-        """See `Trained.plan`; under ZeRO-3 the first pass finds out what the model supports."""
+        """See `TrainedModule.plan`; under ZeRO-3 the first pass finds out what the model supports."""
         if self._module.reader.packs is None:
             with torch.no_grad():
                 self._engine(inputs=idle_inputs(self.ranks.device))
@@ -174,6 +175,7 @@ class _Engine(Engine):
         self._optimizer.skip = skip
         with self._scaling(grad_scale):
             self._engine.step()
+        self._end_of_mini_batch()
         # ZeRO discards a non-finite gradient on every rank before it reaches the optimizer.
         withheld = self._optimizer.withheld or not self._engine.was_step_applied()
         if self.ranks.max(float(withheld)) + self.ranks.max(float(not withheld)) > 1.0:
@@ -241,7 +243,7 @@ class _Engine(Engine):
                 raise RunFailure(f"DeepSpeed cannot convert its state: {problem}", where=str(state))
         self._engine._config.load_universal_checkpoint = is_universal
         try:
-            with _quiet():
+            with _quiet(), only_plain_data():
                 path, _ = self._engine.load_checkpoint(str(directory), tag=_STATE)
         except Exception as error:
             raise RunFailure(f"DeepSpeed cannot load its state: {error}", where=str(directory)) from error
@@ -269,7 +271,7 @@ class DeepSpeedCritic(ValueEngine, _Engine):
 
 
 class FrozenPolicy(FrozenModule):
-    """A `Teacher` with separate weights: a model that computes log-probs and is never trained.
+    """A `ListingPolicy` with separate weights: a model that computes log-probs and is never trained.
 
     Under ZeRO-3 its weights are partitioned among the ranks like the actor's; otherwise every rank holds
     all of them.
@@ -378,11 +380,11 @@ def _refusals(settings: Settings) -> Iterator[None]:
             raise
         words = f"{type(error).__name__}: {error}"
         if isinstance(error, ValidationError):
-            found = [(".".join(map(str, one["loc"])), in_words(one)) for one in error.errors()]
-            words = "; ".join(f"{name}: {what}" for name, what in found)
-        what = f"DeepSpeed refuses its configuration: {words}"
+            refusals = [(".".join(map(str, one["loc"])), in_words(one)) for one in error.errors()]
+            words = "; ".join(f"{name}: {what}" for name, what in refusals)
+        message = f"DeepSpeed refuses its configuration: {words}"
         fix = "correct or remove these options; deepspeed.ai/docs/config-json lists all"
-        raise UsageError(what, where="engine.deepspeed", fix=fix) from error
+        raise UsageError(message, where="engine.deepspeed", fix=fix) from error
 
 
 def _convert(state: Path, universal: Path, count: int) -> str:
@@ -392,11 +394,16 @@ def _convert(state: Path, universal: Path, count: int) -> str:
     """
     shutil.rmtree(universal.parent, ignore_errors=True)
     workers = str(min(count, max(1, (os.cpu_count() or 1) // 2)))
-    command = [sys.executable, "-m", "deepspeed.checkpoint.ds_to_universal", "--inject_missing_state"]
+    command = [sys.executable, "-P", "-m", "rlctl.engine.plain_state"]
+    command += ["deepspeed.checkpoint.ds_to_universal", "--inject_missing_state"]
     command += ["--input_folder", str(state), "--output_folder", str(universal)]
     command += ["--num_extract_workers", workers, "--num_merge_workers", workers]
     done = subprocess.run(
-        command, capture_output=True, text=True, env=environment_without_ranks(), check=False
+        command,
+        capture_output=True,
+        text=True,
+        env=environment_without_ranks() | {"PYTHONPATH": import_path()},
+        check=False,
     )
     return (
         done.stderr.strip().rpartition("\n")[2] or f"exit code {done.returncode}" if done.returncode else ""

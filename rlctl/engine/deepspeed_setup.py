@@ -14,7 +14,7 @@ from torch.utils.checkpoint import checkpoint
 from rlctl.engine.sequence_parallel import SequenceParallel
 from rlctl.errors import UsageError
 from rlctl.routing import recomputing
-from rlctl.spec.memory import REDUCE_BUCKET
+from rlctl.run_spec.memory import REDUCE_BUCKET
 
 Offload = Literal["none", "optimizer", "all"]
 
@@ -116,9 +116,9 @@ def recompute_layers(model: Any) -> None:
 
     layers = [module for module in model.modules() if isinstance(module, GradientCheckpointingLayer)]
     if not layers:
-        what = f"{type(model).__name__} does not support gradient checkpointing"
+        message = f"{type(model).__name__} does not support gradient checkpointing"
         fix = "set it to false, and actor.ppo_micro_batch_size_per_gpu lower"
-        raise UsageError(what, where="model.enable_gradient_checkpointing", fix=fix)
+        raise UsageError(message, where="model.enable_gradient_checkpointing", fix=fix)
     for layer in layers:
         layer.forward = _recomputed(layer.forward)
 
@@ -166,7 +166,7 @@ def expert_blocks(module: nn.Module) -> list[nn.Module]:
     by its length, because the config contains it, whatever the architecture calls the list.
     """
     modules: list[Any] = list(module.modules())
-    configs = [part.config.get_text_config() for part in modules if hasattr(part, "config")]
+    configs = [submodule.config.get_text_config() for submodule in modules if hasattr(submodule, "config")]
     counts = {
         value
         for config in configs

@@ -17,6 +17,7 @@ from typing import Any, Unpack
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict, get_state_dict, set_state_dict
 from torch.distributed.checkpoint.state_dict_loader import load
 from torch.distributed.checkpoint.state_dict_saver import save
@@ -27,16 +28,17 @@ from torch.distributed.tensor import DTensor
 from rlctl.engine.deepspeed_setup import Settings
 from rlctl.engine.layout import idle_inputs
 from rlctl.engine.log_probs import PolicyModule
+from rlctl.engine.plain_state import PlainReader, only_plain_data
 from rlctl.engine.policy_engine import Engine, FrozenModule, PolicyEngine, ValueEngine
 from rlctl.engine.protocol import StepResult
 from rlctl.engine.ranks import Ranks
-from rlctl.errors import RunFailure
+from rlctl.errors import RunFailure, first_line
 
 _STATE = "fsdp"
 
 
 class _Engine(Engine):
-    """A module under FSDP2: the common part of policy and critic; see `protocol.Trained`."""
+    """A module under FSDP2: the common part of policy and critic; see `protocol.TrainedModule`."""
 
     scales_gradients = True
 
@@ -56,12 +58,12 @@ class _Engine(Engine):
             state["step"].zero_()
 
     def backward(self, loss: Tensor, *, last: bool) -> None:
-        """See `Trained.backward`; the gradients of ranks are summed after every micro-batch."""
+        """See `TrainedModule.backward`; the gradients of ranks are summed after every micro-batch."""
         del last
         torch.autograd.backward(loss * self.ranks.world_size)  # FSDP averages over ranks
 
     def step(self, *, lr: float, skip: bool = False, grad_scale: float = 1.0) -> StepResult:
-        """See `Trained.step`. The norm is that of all ranks, so they agree whether it is finite."""
+        """See `TrainedModule.step`. The norm is that of all ranks, so they agree whether it is finite."""
         for group in self._optimizer.param_groups:
             group["lr"] = lr
         trained = self._optimizer.param_groups[0]["params"]
@@ -72,27 +74,31 @@ class _Engine(Engine):
         if applied:
             self._optimizer.step()
         self._optimizer.zero_grad()
+        self._end_of_mini_batch()
         return StepResult(grad_norm=norm, applied=applied)
 
     def save(self, directory: Path) -> dict[str, str]:
-        """See `Trained.save`."""
+        """See `TrainedModule.save`."""
         save(self._state(), checkpoint_id=directory / _STATE)
         return {}
 
     def load(self, directory: Path) -> None:
-        """See `Trained.load`; the number of ranks may be another one."""
+        """See `TrainedModule.load`; the number of ranks may be another one."""
         state = self._state()
         try:
-            load(state, checkpoint_id=directory / _STATE)
+            with only_plain_data():
+                load(state, storage_reader=PlainReader(directory / _STATE))
             set_state_dict(
                 self._module,
                 self._optimizer,
                 model_state_dict=state["model"],
                 optim_state_dict=state["optimizer"],
             )
-        except Exception as error:
-            what = f"FSDP cannot load its state: {str(error).splitlines()[0]}"
-            raise RunFailure(what, where=str(directory / _STATE)) from error
+        except (Exception, CheckpointException) as error:
+            failures = getattr(error, "failures", {})  # of a `CheckpointException`: rank → (error, stack)
+            cause = next((failure for failure, _ in failures.values()), error)
+            message = f"FSDP cannot load its state: {first_line(cause)}"
+            raise RunFailure(message, where=str(directory / _STATE)) from error
 
     def _state(self) -> dict[str, Any]:
         self._ready()
@@ -118,7 +124,7 @@ class FsdpCritic(ValueEngine, _Engine):
 
 
 class FsdpReference(FrozenModule):
-    """A `Teacher` with separate weights, divided among the ranks, which is never trained."""
+    """A `ListingPolicy` with separate weights, divided among the ranks, which is never trained."""
 
     def __init__(self, model: Any, ranks: Ranks, *, dtype: torch.dtype, temperature: float) -> None:
         model.requires_grad_(False)
@@ -144,7 +150,9 @@ def sharded(model: Any, wrap: Callable[..., nn.Module], ranks: Ranks, dtype: tor
             parameter.data = parameter.data.to(ranks.device, kept)
         fully_shard(part, mesh=mesh, mp_policy=policy)
 
-    for layer in [part for part in model.modules() if isinstance(part, GradientCheckpointingLayer)]:
+    for layer in [
+        submodule for submodule in model.modules() if isinstance(submodule, GradientCheckpointingLayer)
+    ]:
         place(layer)
     for buffer in model.buffers():
         buffer.data = buffer.data.to(ranks.device)
@@ -159,9 +167,9 @@ def sharded(model: Any, wrap: Callable[..., nn.Module], ranks: Ranks, dtype: tor
 
 def reshard(module: nn.Module) -> None:
     """Divides weights again that a pass without a backward pass left gathered."""
-    for part in module.modules():
-        if isinstance(part, FSDPModule):
-            part.reshard()
+    for submodule in module.modules():
+        if isinstance(submodule, FSDPModule):
+            submodule.reshard()
 
 
 def in_full(tensor: Tensor) -> Tensor:

@@ -31,8 +31,14 @@ from rlctl.errors import (
     visible,
 )
 from rlctl.files import write_text
-from rlctl.leftovers import temporary_directory
-from rlctl.processes import STOPS, end_with_parent, handling_stops
+from rlctl.leftovers import lasting_directory, temporary_directory
+from rlctl.processes import (
+    STOPS,
+    end_with_parent,
+    handling_stops,
+    restore_import_path,
+    safe_import_path,
+)
 
 _KINDS = {kind.exit_code: kind for kind in (RunFailure, UsageError, EnvironmentFailure)}
 _ERRORS = "RLCTL_RANK_ERRORS"
@@ -59,9 +65,9 @@ def refuse_in_import() -> None:
     """
     if not getattr(multiprocessing.current_process(), "_inheriting", False):
         return
-    what = "every rank imports this script, which would start the run again"
+    message = "every rank imports this script, which would start the run again"
     fix = 'call rlctl.train under `if __name__ == "__main__":`'
-    error = UsageError(what, where=sys.argv[0], fix=fix)
+    error = UsageError(message, where=sys.argv[0], fix=fix)
     if _ERRORS in os.environ:
         _report_error(error, _OWN_FAULT)
     raise error
@@ -93,7 +99,8 @@ def run_ranks(count: int, target: Callable[..., int], *args: object) -> int:
             for number in range(count):
                 os.environ |= shared | {"RANK": str(number), "LOCAL_RANK": str(number)}
                 rank = context.Process(target=_rank_main, args=(os.getpid(), target, *args))
-                rank.start()
+                with safe_import_path():
+                    rank.start()
                 ranks.append(rank)
         finally:
             signal.pthread_sigmask(signal.SIG_UNBLOCK, STOPS)
@@ -175,8 +182,8 @@ def _outcome(codes: dict[int, int], records: dict[int, dict[str, Any]], signals:
     if first is not None and (has_own or not silent):
         record = failed[first]
         kind = _KINDS.get(record["code"], RunFailure)
-        what = f"{record['what']} (rank {first})"
-        raise kind(what, where=record["where"], fix=record["fix"])
+        message = f"{record['what']} (rank {first})"
+        raise kind(message, where=record["where"], fix=record["fix"])
     if silent:  # by a signal, before they could save
         return 128 + signals[0] if signals else max(silent.values())
     code = int(records[0]["code"])
@@ -187,6 +194,7 @@ def _rank_main(launcher: int, target: Callable[..., int], *args: object) -> None
     """Runs one rank; writes what it returns or raises where the launcher reads it."""
     # A killed launcher releases the run's lock, so its ranks must end with it or not start at all.
     end_with_parent(signal.SIGKILL, launcher)
+    restore_import_path()
     for number in STOPS:
         signal.signal(number, signal.SIG_DFL)
     signal.pthread_sigmask(signal.SIG_UNBLOCK, STOPS)
@@ -199,8 +207,8 @@ def _rank_main(launcher: int, target: Callable[..., int], *args: object) -> None
     except Exception as error:  # a bug: otherwise the launcher would only see that a rank ended
         if failure := memory_failure(error):
             _report_error(failure, _OWN_FAULT)
-        what = f"{type(error).__name__}: {error}"
-        _report_error(RunFailure(what, fix=f"this is a bug; {_keep_traceback()}"), _BUG)
+        message = f"{type(error).__name__}: {error}"
+        _report_error(RunFailure(message, fix=f"this is a bug; {_keep_traceback()}"), _BUG)
     _record({"code": code})
 
 
@@ -225,6 +233,7 @@ def _record(record: dict[str, Any]) -> None:
 
 
 def _keep_traceback() -> str:
-    with tempfile.NamedTemporaryFile("w", prefix="rlctl-traceback-", suffix=".txt", delete=False) as file:
+    names: dict[str, Any] = {"prefix": "rlctl-traceback-", "suffix": ".txt", "dir": lasting_directory()}
+    with tempfile.NamedTemporaryFile("w", delete=False, **names) as file:
         traceback.print_exc(file=file)
     return f"the traceback is in {file.name}"

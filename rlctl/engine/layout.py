@@ -45,7 +45,7 @@ from rlctl.prefix import (
     shortest_window,
 )
 from rlctl.routing import REPLAY, Mixture, RoutedBody, Routing
-from rlctl.spec.memory import has_no_mask, packed_width
+from rlctl.run_spec.memory import has_no_mask, packed_width
 
 if TYPE_CHECKING:
     from rlctl.engine.ranks import Ranks
@@ -105,20 +105,20 @@ def _tokens_read(inputs: ModelInputs) -> _Tokens:
         raise ValueError("nothing predicts the first token of a sequence, so it cannot be scored")
     chosen = scored.nonzero().squeeze(1)
     if not len(chosen):
-        one = torch.ones(1, dtype=torch.int64)
-        return _Tokens(one - 1, Segments(one), [0], chosen)
+        single = torch.ones(1, dtype=torch.int64)
+        return _Tokens(single - 1, Segments(single), [0], chosen)
     reads = sequences.max(scored * sequences.places).clamp(min=0).long()
     is_read = sequences.places < sequences.spread(reads)
-    ids, found = ids[is_read], Segments(reads[reads > 0])
-    equal = equal_beginnings(found.padded(ids, -1))
+    ids, segments = ids[is_read], Segments(reads[reads > 0])
+    equal = equal_beginnings(segments.padded(ids, -1))
     experts = None if inputs.experts is None else inputs.experts.cpu()[is_read]
     if experts is not None:
-        at = found.padded(torch.arange(len(ids)), 0)
-        one, place = equal.nonzero(as_tuple=True)
-        pair = experts[at[one, place]], experts[at[one + 1, place]]
-        equal[one, place] = (pair[0] == pair[1]).flatten(1).all(1)
+        at = segments.padded(torch.arange(len(ids)), 0)
+        single, column = equal.nonzero(as_tuple=True)
+        pair = experts[at[single, column]], experts[at[single + 1, column]]
+        equal[single, column] = (pair[0] == pair[1]).flatten(1).all(1)
     common = [0, *equal.long().cumprod(1).sum(1).tolist()]
-    return _Tokens(ids, found, common, (is_read.cumsum(0) - 1)[chosen - 1], experts)
+    return _Tokens(ids, segments, common, (is_read.cumsum(0) - 1)[chosen - 1], experts)
 
 
 @dataclass(frozen=True, slots=True)
@@ -186,30 +186,62 @@ def separations(lengths: Tensor, device: torch.device) -> dict[str, Any]:
 
 
 def _packing(tokens: _Tokens, config: Any) -> _Placing:
-    """Packed rows."""
+    """Packed rows: sequences one after the other, a shared beginning once.
+
+    Example: the sequences `abc`, `abde`, `fg` in one row, numbers 1 to 3. The second one shares two tokens
+    with the first, its own ones are `de`:
+
+        token   a b c d e f g
+        place   0 1 2 3 4 5 6
+        first   1 1 1 2 2 3 3     the sequence whose own token it is
+        last    2 2 1 2 2 3 3     the last sequence that contains it
+    """
     if has_no_mask(config._attn_implementation):
         count = len(tokens.ids)
         zeros = torch.zeros_like(tokens.ids)
         return _Placing(zeros, torch.arange(count), (1, count), lengths=tokens.sequences.lengths)
     bins = _bins(tokens, max(tokens.longest, packed_width(config.hidden_size)))
     sequences, shared = tokens.sequences, torch.tensor(tokens.common)
-    shared[[run.start for runs in bins for run in runs]] = 0
-    order = torch.tensor([one for runs in bins for run in runs for one in run])
-    in_row = Segments(torch.tensor([sum(map(len, runs)) for runs in bins]))
-    added = (sequences.lengths - shared)[order]
-    row, number, start = torch.empty(3, len(sequences), dtype=torch.int64)
-    row[order], number[order] = in_row.index, in_row.places + 1
-    start[order] = (in_row.cumsum(added) - added).long()
-    # (K, L): a token that is not a sequence's own is that of the last sequence before which has its own.
+    shared[[run.start for runs in bins for run in runs]] = 0  # what is before it may be in another row
+    row, number, start, width = _starts(bins, sequences.lengths - shared)
     is_own = torch.arange(tokens.longest) >= shared[:, None]
-    every = torch.arange(len(sequences), dtype=torch.int32)[:, None]
-    owner = sequences.flat(torch.where(is_own, every, 0).cummax(0).values).long()
-    later = torch.where(is_own, every, len(sequences))[1:]
-    following = later.flip(0).cummin(0).values.flip(0)
-    last = sequences.flat(functional.pad(following, (0, 0, 0, 1), value=len(sequences))).long() - 1
-    shape = len(bins), int(in_row.sum(added).max())
+    owner = sequences.flat(_last_owners(is_own)).long()
+    last = sequences.flat(_next_owners(is_own)).long() - 1
     place = start[owner] + sequences.places - shared[owner]
-    return _Placing(row[owner], place, shape, number[owner], number[last])
+    return _Placing(row[owner], place, (len(bins), width), number[owner], number[last])
+
+
+def _starts(bins: list[list[range]], num_own: Tensor) -> tuple[Tensor, Tensor, Tensor, int]:
+    """Of each sequence (K,) its row, its number there, from 1, and the place of its first own token.
+
+    Args:
+        num_own: (K,) own tokens of each sequence.
+
+    Returns:
+        these, and the width of the rows.
+    """
+    order = torch.tensor([sequence for runs in bins for run in runs for sequence in run])
+    in_row = Segments(torch.tensor([sum(map(len, runs)) for runs in bins]))
+    row, number, start = torch.empty(3, len(num_own), dtype=torch.int64)
+    own = num_own[order]
+    row[order], number[order] = in_row.index, in_row.places + 1
+    start[order] = (in_row.cumsum(own) - own).long()
+    return row, number, start, int(in_row.sum(own).max())
+
+
+def _last_owners(is_own: Tensor) -> Tensor:
+    """(K, L): of each token the last sequence up to its own one that has an own token at its position."""
+    every = torch.arange(len(is_own), dtype=torch.int32)[:, None]
+    return torch.where(is_own, every, 0).cummax(0).values
+
+
+def _next_owners(is_own: Tensor) -> Tensor:
+    """(K, L): of each token the next sequence that has an own token at its position; K: there is none."""
+    count = len(is_own)
+    every = torch.arange(count, dtype=torch.int32)[:, None]
+    later = torch.where(is_own, every, count)[1:]
+    following = later.flip(0).cummin(0).values.flip(0)
+    return functional.pad(following, (0, 0, 0, 1), value=count)
 
 
 def _bins(tokens: _Tokens, width: int) -> list[list[range]]:
@@ -218,19 +250,19 @@ def _bins(tokens: _Tokens, width: int) -> list[list[range]]:
     Each run, longest first, is placed in the first row with enough space.
     """
     runs: list[tuple[int, range]] = []  # each with its number of tokens
-    for one, length in enumerate(tokens.sequences.lengths.tolist()):
-        size, start = length, one
-        if runs and tokens.common[one] >= _WORTH_SHARING * length:
-            grown = runs[-1][0] + length - tokens.common[one]
+    for sequence, length in enumerate(tokens.sequences.lengths.tolist()):
+        size, start = length, sequence
+        if runs and tokens.common[sequence] >= _WORTH_SHARING * length:
+            grown = runs[-1][0] + length - tokens.common[sequence]
             if grown <= width:
                 size, start = grown, runs.pop()[1].start
-        runs.append((size, range(start, one + 1)))
+        runs.append((size, range(start, sequence + 1)))
     bins: list[list[range]] = [[] for _ in runs]
     free = [width] * len(runs)
     for size, run in sorted(runs, key=lambda sized: -sized[0]):
-        place = next(place for place, left in enumerate(free) if size <= left)
-        bins[place].append(run)
-        free[place] -= size
+        index = next(index for index, left in enumerate(free) if size <= left)
+        bins[index].append(run)
+        free[index] -= size
     return [runs for runs in bins if runs]
 
 
@@ -300,7 +332,7 @@ class BodyReader:
     Attributes:
         packs: whether the model supports packed rows; None: not known before `probe`.
         shares_prompts: whether padded rows share prompts.
-        layout: that of the next passes; None: each pass chooses for itself.
+        layout: that of the passes of a mini-batch; None: each pass chooses for itself.
     """
 
     def __init__(
@@ -345,8 +377,8 @@ class BodyReader:
             rows = packed_rows(body, tokens)
             rows = self.sequence.own_tokens(rows) if self.sequence else rows
         elif self.sequence:
-            what = "a sequence longer than the window of a layer cannot be split among ranks"
-            raise RunFailure(what, where="engine.sequence_parallel", fix="set it to 1")
+            message = "a sequence longer than the window of a layer cannot be split among ranks"
+            raise RunFailure(message, where="engine.sequence_parallel", fix="set it to 1")
         else:
             rows = padded_rows(body, tokens, share_prompts=self.shares_prompts)
         if rows.experts is None:
@@ -385,13 +417,13 @@ def choose_layout(packed: float, padded: float) -> Layout:
 
 def states_of(body: Any, rows: Rows) -> Tensor:
     """(M, H) states that predict the scored tokens."""
-    given, prefix = rows.inputs, rows.prefix
+    arguments, prefix = rows.inputs, rows.prefix
     if prefix:
-        ids, mask, positions = (given[name] for name in ("input_ids", "attention_mask", "position_ids"))
+        ids, mask, positions = (arguments[name] for name in ("input_ids", "attention_mask", "position_ids"))
         cache = shared_prefix(body, ids[:, :prefix], mask[:, :prefix].bool(), positions[:, :prefix])
         rest = {"input_ids": ids[:, prefix:], "position_ids": positions[:, prefix:]}
-        given = given | rest | {"past_key_values": known(cache), "use_cache": True}
-    states: Tensor = body(**given).last_hidden_state
+        arguments = arguments | rest | {"past_key_values": known(cache), "use_cache": True}
+    states: Tensor = body(**arguments).last_hidden_state
     return states.flatten(0, 1).index_select(0, rows.states_at)
 
 

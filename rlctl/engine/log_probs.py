@@ -21,7 +21,7 @@ from rlctl.engine.layout import BodyReader, reads_past_only, same_values
 from rlctl.engine.protocol import PolicyOutput
 from rlctl.errors import UsageError
 from rlctl.prefix import UNSUPPORTED, base_name, body_of, evaluating
-from rlctl.spec.memory import logits_at_once
+from rlctl.run_spec.memory import logits_at_once
 
 
 class PolicyModule(nn.Module):
@@ -106,18 +106,20 @@ class PolicyModule(nn.Module):
     def _probe(self) -> None:
         for name, weight in self.model.named_parameters():
             if not weight.detach().sum().isfinite():  # a sum needs no memory
-                what, where = f"{name} contains NaN or infinite numbers", self.model.name_or_path
-                raise UsageError(what, where=f"model.path={where}", fix="use another copy of the model")
+                message, where = f"{name} contains NaN or infinite numbers", self.model.name_or_path
+                raise UsageError(message, where=f"model.path={where}", fix="use another copy of the model")
         self.head.is_linear = _head_is_linear(self.model)
         reader = self.reader
         reader.probe()
         if not reader.packs and not reader.agree(reads_past_only(self.model)):
-            what = f"{type(self.model).__name__} reads tokens after those that it predicts"
-            raise UsageError(what, where="model.path", fix="name a model of another architecture")
+            message = f"{type(self.model).__name__} reads tokens after those that it predicts"
+            raise UsageError(message, where="model.path", fix="name a model of another architecture")
         if reader.sequence:
             if not reader.packs:
-                what = f"{type(self.model).__name__} does not support packed rows, so ranks cannot share them"
-                raise UsageError(what, where="engine.sequence_parallel", fix="set it to 1")
+                message = (
+                    f"{type(self.model).__name__} does not support packed rows, so ranks cannot share them"
+                )
+                raise UsageError(message, where="engine.sequence_parallel", fix="set it to 1")
             reader.sequence.install(self.model)
 
 
@@ -183,18 +185,18 @@ class ChunkedHead(nn.Module):
                 entropy = log_total - torch.linalg.vecdot(probs, logits)
             probs = probs.detach()
             squares = [torch.linalg.vecdot(probs, probs)] if sum_pi_squared else []
-            found = torch.stack([chosen, entropy, *squares])
+            values = torch.stack([chosen, entropy, *squares])
             if top_k is not None:
                 most_likely = logits[:, : top_k[1]].topk(top_k[0]).indices
             if most_likely is None:
-                return found
+                return values
             listed = [(logits.gather(-1, most_likely) - log_total[:, None]).T]
             if tail or top_k:  # not 1 − the sum of the listed ones, which cancels
                 others = logits.scatter(-1, most_likely, torch.finfo(logits.dtype).min)
                 listed.append((others.logsumexp(-1) - log_total)[None])
             if top_k:  # float32 holds integers up to 2²⁴
                 listed.append(most_likely.T.float())
-            return torch.cat([found, *listed])
+            return torch.cat([values, *listed])
 
         gpu = torch.cuda.get_device_properties(states.device) if states.is_cuda else None
         most = logits_at_once(gpu.total_memory if gpu else None)
@@ -202,12 +204,14 @@ class ChunkedHead(nn.Module):
         if num_chunks == 1:
             return token_outputs(states, tokens, most_likely_ids, *kept)
         lists = [None] * num_chunks if most_likely_ids is None else most_likely_ids.tensor_split(num_chunks)
-        given = [states.tensor_split(num_chunks), tokens.tensor_split(num_chunks), lists]
+        chunks = [states.tensor_split(num_chunks), tokens.tensor_split(num_chunks), lists]
         if kept:
             counts = kept[0].tensor_split(num_chunks)
-            sizes: list[int] = torch.stack([part.sum() for part in counts]).tolist()
-            given += [counts, torch.split(kept[1], sizes)]
-        parts = [checkpoint(token_outputs, *chunk, use_reentrant=False) for chunk in zip(*given, strict=True)]
+            sizes: list[int] = torch.stack([count.sum() for count in counts]).tolist()
+            chunks += [counts, torch.split(kept[1], sizes)]
+        parts = [
+            checkpoint(token_outputs, *chunk, use_reentrant=False) for chunk in zip(*chunks, strict=True)
+        ]
         return torch.cat(parts, dim=1)
 
 
@@ -279,8 +283,8 @@ def _head_is_linear(model: Any) -> bool:
                 return _computes(head, 1000 * states, after(1000 * states))
             if _computes(head, states, whole):
                 return True
-    what = f"{type(model).__name__} has no output head that can be run separately"
-    raise UsageError(what, where="model.path", fix="name a model of another architecture")
+    message = f"{type(model).__name__} has no output head that can be run separately"
+    raise UsageError(message, where="model.path", fix="name a model of another architecture")
 
 
 def _computes(function: Callable[[Tensor], Tensor], states: Tensor, wanted: Tensor) -> bool:

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 from rlctl.errors import UsageError, one_line
 from rlctl.model_files import check_adapter
-from rlctl.spec.model import ALL_LINEAR, ModelSpec
+from rlctl.run_spec.model import ALL_LINEAR, ModelSpec
 
 if TYPE_CHECKING:
     from rlctl.batch import ModelInputs
@@ -49,12 +49,12 @@ def add_lora(model: Any, rank: int, alpha: float, target_modules: list[str]) -> 
     try:
         inject_adapter_in_model(config, model, _ADAPTER)
     except ValueError as error:  # such as layers whose weight a kernel reads without the adapter
-        what, fix = f"PEFT refuses the adapter: {one_line(error)}", "name other layers"
-        raise UsageError(what, where="model.target_modules", fix=fix) from error
+        message, fix = f"PEFT refuses the adapter: {one_line(error)}", "name other layers"
+        raise UsageError(message, where="model.target_modules", fix=fix) from error
     if config.target_parameters:  # layers with a name that experts had before transformers 5, as gate_proj
         others = sorted({name.rpartition(".")[2] for name in config.target_modules})
-        what = f"PEFT adapts the experts of {type(model).__name__}, not all of the requested layers"
-        raise UsageError(what, where="model.target_modules", fix=f"choose from {', '.join(others)}")
+        message = f"PEFT adapts the experts of {type(model).__name__}, not all of the requested layers"
+        raise UsageError(message, where="model.target_modules", fix=f"choose from {', '.join(others)}")
     for name, parameter in model.named_parameters():
         parameter.requires_grad_(".lora_" in name)
 
@@ -75,22 +75,22 @@ def load_adapter(model: Any, spec: ModelSpec) -> None:
     where = f"model.lora_adapter_path={path}"
     try:
         check_adapter(str(Path(str(cached_file(path, CONFIG_NAME))).parent), spec)
-        found: dict[str, Tensor] = load_peft_weights(path, device="cpu")
+        loaded: dict[str, Tensor] = load_peft_weights(path, device="cpu")
     except (OSError, ValueError, SafetensorError) as error:
         fix = "name a directory with adapter_config.json and adapter_model.safetensors, or a hub id"
         raise UsageError(f"the adapter cannot be read: {one_line(error)}", where=where, fix=fix) from error
     own = adapter_parameters(model)
-    if others := sorted(own.keys() ^ found.keys()):
-        layers = sorted({name.split(".")[-3] for name in found})
-        what = (
+    if others := sorted(own.keys() ^ loaded.keys()):
+        layers = sorted({name.split(".")[-3] for name in loaded})
+        message = (
             f"the adapter and model.target_modules have other layers: {others[0]} and {len(others) - 1} more"
         )
-        raise UsageError(what, where=where, fix=f"model.target_modules=[{','.join(layers)}]")
+        raise UsageError(message, where=where, fix=f"model.target_modules=[{','.join(layers)}]")
     for name, parameter in own.items():
-        if parameter.shape != found[name].shape:
-            shapes = f"{tuple(found[name].shape)} in the adapter, {tuple(parameter.shape)} in the model"
+        if parameter.shape != loaded[name].shape:
+            shapes = f"{tuple(loaded[name].shape)} in the adapter, {tuple(parameter.shape)} in the model"
             raise UsageError(f"{name} is {shapes}", where=where, fix="name the adapter's own base model")
-        parameter.copy_(found[name])
+        parameter.copy_(loaded[name])
 
 
 def _targets(model: Any, wanted: list[str]) -> list[str]:
@@ -106,12 +106,12 @@ def _targets(model: Any, wanted: list[str]) -> list[str]:
     ]
     known = {name.rpartition(".")[2] for name in linear}
     if not linear:
-        what = f"{type(model).__name__} has no linear layers to adapt"
-        raise UsageError(what, where="model.lora_rank", fix="set it to 0 to train all weights")
+        message = f"{type(model).__name__} has no linear layers to adapt"
+        raise UsageError(message, where="model.lora_rank", fix="set it to 0 to train all weights")
     if unknown := [name for name in wanted if name not in known | {ALL_LINEAR}]:
-        what = f"{type(model).__name__} has no linear layer named {', '.join(unknown)}"
+        message = f"{type(model).__name__} has no linear layer named {', '.join(unknown)}"
         fix = f"choose from {', '.join([*sorted(known), ALL_LINEAR])}"
-        raise UsageError(what, where="model.target_modules", fix=fix)
+        raise UsageError(message, where="model.target_modules", fix=fix)
     return [name for name in linear if ALL_LINEAR in wanted or name.rpartition(".")[2] in wanted]
 
 

@@ -64,6 +64,14 @@ class Loading(TypedDict):
     partition: NotRequired[Callable[..., Any] | None]  # `load_partitioned`
 
 
+def load_tokenizer(path: str, **loading: Unpack[Loading]) -> Any:
+    """Loads a model's tokenizer; errors are those of `load_policy`."""
+    from transformers import AutoTokenizer
+
+    with explained(path) as found:
+        return AutoTokenizer.from_pretrained(found, **_source(loading))
+
+
 def load_policy(path: str, **loading: Unpack[Loading]) -> tuple[Any, Any]:
     """Loads a causal language model and its tokenizer from a directory, the hub, or by a short name.
 
@@ -75,19 +83,17 @@ def load_policy(path: str, **loading: Unpack[Loading]) -> tuple[Any, Any]:
         EnvironmentFailure: the hub cannot be reached and the model is not in the cache, or Liger's
             kernels cannot run here.
     """
-    from transformers import AutoTokenizer
-
     if loading.get("use_liger"):
         refuse_liger_here()
+    tokenizer = load_tokenizer(path, **loading)
     with explained(path) as found:
-        tokenizer = AutoTokenizer.from_pretrained(found, **_source(loading))
         model = _causal_lm(found, loading)
     _check_embeddings(model, tokenizer, f"model.path={path}", "use the tokenizer the model was trained with")
     return model, tokenizer
 
 
 def load_other_model(path: str, tokenizer: Any, *, key: str, **loading: Unpack[Loading]) -> Any:
-    """Loads a causal language model for the policy's tokens: a critic's body, a reference or a teacher.
+    """Loads a causal language model for the policy's tokens: a critic's body, or one that is not trained.
 
     Other weights in its files, such as a reward model's `score`, are ignored.
 
@@ -115,8 +121,8 @@ def _refuse_other_tokens(path: str, tokenizer: Any, where: str, loading: Loading
     for number, token in own:
         if (other := theirs.get(token)) != number:
             has = "has no such token" if other is None else f"gives it {other}"
-            what = f"its tokenizer is not the policy's, which gives {token!r} the id {number}: it {has}"
-            raise UsageError(what, where=where, fix="name a model with the policy's tokenizer")
+            message = f"its tokenizer is not the policy's, which gives {token!r} the id {number}: it {has}"
+            raise UsageError(message, where=where, fix="name a model with the policy's tokenizer")
 
 
 def _source(loading: Loading) -> dict[str, Any]:
@@ -202,8 +208,8 @@ def _check_embeddings(model: Any, tokenizer: Any, where: str, fix: str) -> None:
     weight = model.get_input_embeddings().weight
     rows = getattr(weight, "ds_shape", weight.shape)[0]  # DeepSpeed's, if it is partitioned
     if len(tokenizer) > rows:
-        what = f"the tokenizer has {len(tokenizer)} tokens, the model has embeddings for {rows}"
-        raise UsageError(what, where=where, fix=fix)
+        message = f"the tokenizer has {len(tokenizer)} tokens, the model has embeddings for {rows}"
+        raise UsageError(message, where=where, fix=fix)
 
 
 def export(model: Any, weights: Iterator[tuple[str, Tensor]], ranks: Ranks, directory: Path) -> None:
@@ -225,22 +231,24 @@ def export(model: Any, weights: Iterator[tuple[str, Tensor]], ranks: Ranks, dire
         sizes[owner] += tensor.nbytes
         if owner == ranks.rank:
             own[name] = tensor.cpu()
-    part = directory / f"rank-{ranks.rank}"
-    shutil.rmtree(part, ignore_errors=True)  # of an export that was killed
+    unfinished = directory / f"rank-{ranks.rank}"
+    shutil.rmtree(unfinished, ignore_errors=True)  # of an export that was killed
     if own:
         generation = model.generation_config
         # transformers refuses to save some that it loads, such as a temperature without `do_sample`.
         model.generation_config = type(generation)()
         model.should_save_on_this_rank = lambda _: True  # not only on rank 0
-        model.save_pretrained(part, state_dict=own, variant="part")  # so that nothing loads it as a model
+        model.save_pretrained(
+            unfinished, state_dict=own, variant="part"
+        )  # so that nothing loads it as a model
         del model.should_save_on_this_rank
         model.generation_config = generation
     opened: Any = safe_open
     everyones = ranks.exchange(
-        [(p, list(opened(p, "pt").keys())) for p in sorted(part.glob("*.safetensors"))]
+        [(p, list(opened(p, "pt").keys())) for p in sorted(unfinished.glob("*.safetensors"))]
     )
     if ranks.is_main:
-        _join_parts(part, everyones, {"total_size": sum(sizes)}, directory)
+        _join_parts(unfinished, everyones, {"total_size": sum(sizes)}, directory)
         model.generation_config.to_json_file(directory / "generation_config.json")
         for name, content in getattr(model, "processor_files", {}).items():
             (directory / name).write_bytes(content)
@@ -284,8 +292,8 @@ def refuse_liger_here() -> None:
         fix = 'pip install "rlctl[liger]", or set it to false'
         raise EnvironmentFailure("Liger's kernels are not installed", where=_LIGER, fix=fix)
     if not (torch.cuda.is_available() or _interprets()):
-        what = "Liger's kernels need a GPU, and torch found none"
-        raise EnvironmentFailure(what, where=_LIGER, fix=_NO_LIGER)
+        message = "Liger's kernels need a GPU, and torch found none"
+        raise EnvironmentFailure(message, where=_LIGER, fix=_NO_LIGER)
 
 
 def run_liger(model: Any) -> None:
@@ -330,8 +338,8 @@ def _refuse_other_activation(model: Any) -> None:
     for kind in {module._get_name() for module in model.modules()} & _ACTIVATIONS.keys():
         if activation not in _ACTIVATIONS[kind]:
             computed = f"Liger's kernel computes {_ACTIVATIONS[kind][0]}"
-            what = f"{type(model).__name__} uses the activation {activation}, and {computed}"
-            raise UsageError(what, where=_LIGER, fix=_NO_LIGER)
+            message = f"{type(model).__name__} uses the activation {activation}, and {computed}"
+            raise UsageError(message, where=_LIGER, fix=_NO_LIGER)
 
 
 def _interprets() -> bool:

@@ -66,8 +66,8 @@ def parts_of(model: Any) -> dict[str, list[str]]:
     for name, parameter in model.named_parameters():
         if parameter.requires_grad:
             layer = name.partition(".lora_")[0].removesuffix(".weight").removesuffix(".bias")
-            part = layer.rpartition(".")[2]
+            label = layer.rpartition(".")[2]
             if tied and parameter is embedding.weight:
-                part = f"the output head, which is tied to {part}"
-            parts.setdefault(part, []).append(name)
+                label = f"the output head, which is tied to {label}"
+            parts.setdefault(label, []).append(name)
     return parts

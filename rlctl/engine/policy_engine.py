@@ -25,7 +25,7 @@ from rlctl.engine.values import ValueModule
 
 
 class Engine:
-    """The weights of a `Trained` module, and the layout of its inputs.
+    """The weights of a `TrainedModule` module, and the layout of its inputs.
 
     Args:
         model: Hugging Face causal language model, in any dtype; parameters that require gradient are trained.
@@ -54,9 +54,13 @@ class Engine:
         """Called before weights are read by name: those in `_model` must be what `_gathered` expects."""
 
     def plan(self, passes: Sequence[ModelInputs]) -> str:
-        """See `Trained.plan`."""
+        """See `TrainedModule.plan`."""
         reader: BodyReader = self._module.reader
         return reader.plan(passes)
+
+    def _end_of_mini_batch(self) -> None:
+        """Forgets the layout: a resumed run has none either, and one layout rounds otherwise than another."""
+        self._module.reader.layout = None
 
     def weights(self, *, merged: bool = True) -> Iterator[tuple[str, Tensor]]:
         """See `TrainEngine.weights` (may be a collective: all ranks iterate)."""
@@ -120,7 +124,7 @@ class ValueEngine(Engine):
 
 
 class FrozenModule:
-    """A `Teacher` that runs a `PolicyModule`, or what wraps it, which is never trained."""
+    """A `ListingPolicy` that runs a `PolicyModule`, or what wraps it, which is never trained."""
 
     _module: Any
 
@@ -132,6 +136,6 @@ class FrozenModule:
 
     @torch.no_grad()
     def top_k(self, inputs: ModelInputs, count: int, vocabulary: int) -> Tensor:
-        """See `Teacher.top_k`."""
+        """See `ListingPolicy.top_k`."""
         output = self._module(inputs=inputs, top_k=(count, vocabulary))
         return torch.cat([output.log_probs[:, None], output.most_likely], 1)

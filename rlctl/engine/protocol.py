@@ -24,7 +24,7 @@ class PolicyOutput(NamedTuple):
             requested.
         most_likely: (M, K) float32, log-probs of `ModelInputs.most_likely`, padded as by
             `TokenLists.padded`; carries gradient as `log_probs` does. (M, K + 1) if the log-probs of all
-            other tokens together were requested. None: no lists. For a teacher, see `Teacher.top_k`.
+            other tokens together were requested. None: no lists. For `top_k`, see `ListingPolicy.top_k`.
         routing: (M, 2·E) float32, for each scored token the router's probability of each expert, with
             gradient, and the share of layers that chose it, without; means over layers. None unless
             requested.
@@ -50,7 +50,7 @@ class StepResult:
     applied: bool
 
 
-class Trained(Protocol):
+class TrainedModule(Protocol):
     """Common interface of actor and critic: backward, step, save.
 
     Attributes:
@@ -62,7 +62,7 @@ class Trained(Protocol):
     def plan(self, passes: Sequence[ModelInputs]) -> str:
         """Chooses how the model reads these inputs, the passes of a mini-batch; called on all ranks.
 
-        Until the next call the choice holds for all passes of this engine. Without a call each pass chooses.
+        The choice holds for all passes of this engine until `step`. Without a call each pass chooses.
 
         Returns:
             The choice in words, the same on every rank.
@@ -93,7 +93,7 @@ class Trained(Protocol):
         """
 
 
-class TrainEngine(Trained, Protocol):
+class TrainEngine(TrainedModule, Protocol):
     """A policy under training."""
 
     def policy(
@@ -143,7 +143,7 @@ class TrainEngine(Trained, Protocol):
         """Writes config and weights as a plain Hugging Face directory; called on all ranks."""
 
 
-class CriticEngine(Trained, Protocol):
+class CriticEngine(TrainedModule, Protocol):
     """A value model under training."""
 
     def values(self, inputs: ModelInputs) -> Tensor:
@@ -151,14 +151,14 @@ class CriticEngine(Trained, Protocol):
 
 
 class ReferencePolicy(Protocol):
-    """A policy that is not trained: the reference of a KL penalty, or a teacher."""
+    """A policy that is not trained, such as the reference of a KL penalty."""
 
     def log_probs(self, inputs: ModelInputs) -> Tensor:
         """(M,) float32 of the scored tokens at the sampling temperature."""
 
 
-class Teacher(ReferencePolicy, Protocol):
-    """A policy that another one learns from."""
+class ListingPolicy(ReferencePolicy, Protocol):
+    """Such a policy that also lists the tokens that it finds most likely."""
 
     def top_k(self, inputs: ModelInputs, count: int, vocabulary: int) -> Tensor:
         """(M, 2K + 2) float32: log-prob of the scored token, as `log_probs`; those of the K = `count` most

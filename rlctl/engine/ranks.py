@@ -31,7 +31,7 @@ from rlctl.processes import (
     own_address,
     use_interface,
 )
-from rlctl.spec.machine import gpus, gpus_are_hidden
+from rlctl.run_spec.machine import gpus, gpus_are_hidden
 
 _Value = TypeVar("_Value")
 
@@ -74,15 +74,15 @@ class Ranks:
 
     def all_reduce(self, sums: Sums) -> HostSums:
         """The sums over all ranks as floats: two collectives, one transfer. All ranks have the same names."""
-        found: HostSums = {}
+        reduced: HostSums = {}
         for largest, op in ((False, dist.ReduceOp.SUM), (True, dist.ReduceOp.MAX)):
             names = [name for name in sums if name.endswith(LARGEST) is largest]
             if names:
                 values = torch.stack([sums[name].double() for name in names])
                 if self.world_size > 1:
                     dist.all_reduce(values, op=op, group=self.group)
-                found |= dict(zip(names, values.tolist(), strict=True))
-        return found
+                reduced |= dict(zip(names, values.tolist(), strict=True))
+        return reduced
 
     def max(self, value: float) -> float:
         """Maximum of the values of all ranks."""
@@ -169,8 +169,8 @@ def join_ranks(
     device, backend = torch.device("cpu"), "gloo"
     if torch.cuda.is_available():
         if local_rank >= (num_gpus := torch.cuda.device_count()):
-            what = f"rank {local_rank} of this machine has no GPU: the machine has {num_gpus}"
-            raise UsageError(what, where="trainer.n_gpus_per_node", fix=f"set it to {num_gpus} or less")
+            message = f"rank {local_rank} of this machine has no GPU: the machine has {num_gpus}"
+            raise UsageError(message, where="trainer.n_gpus_per_node", fix=f"set it to {num_gpus} or less")
         device, backend = torch.device("cuda", local_rank), "nccl"
         torch.cuda.set_device(device)
     else:
@@ -262,12 +262,12 @@ def refuse_idle_gpu() -> None:
     if torch.cuda.is_available() or gpus_are_hidden() or not (found := gpus()):
         return
     if torch.version.cuda is None:
-        what, fix = f"torch is built without CUDA, and cannot use {found[0]}", "install torch's CUDA build"
+        message, fix = f"torch is built without CUDA, and cannot use {found[0]}", "install torch's CUDA build"
     else:
         built = f"torch is built for CUDA {torch.version.cuda}"
-        what = f"{built}, and finds no GPU, but the driver lists {found[0]}"
+        message = f"{built}, and finds no GPU, but the driver lists {found[0]}"
         fix = "update the driver, or install a torch built for the CUDA that `nvidia-smi` names"
-    raise EnvironmentFailure(what, fix=f"{fix}; to use the CPU, set CUDA_VISIBLE_DEVICES=")
+    raise EnvironmentFailure(message, fix=f"{fix}; to use the CPU, set CUDA_VISIBLE_DEVICES=")
 
 
 def current_ranks(device: torch.device) -> Ranks:

@@ -24,7 +24,7 @@ from torch.nn import functional
 
 from rlctl.engine.layout import Rows, separations
 from rlctl.errors import UsageError
-from rlctl.spec.memory import has_no_mask
+from rlctl.run_spec.memory import has_no_mask
 
 if TYPE_CHECKING:
     from rlctl.engine.ranks import Ranks
@@ -52,14 +52,14 @@ class SequenceParallel:
         config = model.config.get_text_config()
         heads = config.num_attention_heads, getattr(config, "num_key_value_heads", config.num_attention_heads)
         if any(number % self.size for number in heads):
-            what = (
+            message = (
                 f"{heads[0]} attention heads and {heads[1]} of keys cannot be divided among {self.size} ranks"
             )
-            raise UsageError(what, where=_KEY, fix="use a number that divides both")
+            raise UsageError(message, where=_KEY, fix="use a number that divides both")
         kernel = str(config._attn_implementation)
         if kernel != "sdpa" and not has_no_mask(kernel):
-            what = f"attention {kernel} does not work on parts of a sequence"
-            raise UsageError(what, where=_KEY, fix="set model.attn_implementation to sdpa or varlen")
+            message = f"attention {kernel} does not work on parts of a sequence"
+            raise UsageError(message, where=_KEY, fix="set model.attn_implementation to sdpa or varlen")
         # Scatters along dimension 1 and gathers along dimension 2.
         to_heads: Callable[[Tensor, Any], Tensor] = _AllToAll.apply
         attend, name = ALL_ATTENTION_FUNCTIONS[kernel], f"{kernel}_sequence_parallel"
@@ -100,12 +100,12 @@ class SequenceParallel:
         row, column = rows.states_at // width, rows.states_at % width
         scored_at = ((column >= mine.start) & (column < mine.stop)).nonzero().squeeze(1)
         states_at = row[scored_at] * share + column[scored_at] - mine.start
-        given = {"input_ids": ids[:, mine], "position_ids": positions[:, mine], "attention_mask": mask}
+        inputs_here = {"input_ids": ids[:, mine], "position_ids": positions[:, mine], "attention_mask": mask}
         if more and "cu_seq_lens_q" in inputs:
-            given |= separations(
+            inputs_here |= separations(
                 functional.pad(inputs["cu_seq_lens_q"].diff().cpu(), (0, 1), value=more), ids.device
             )
-        own = inputs | given | ({"all_position_ids": positions} if mask is None else {})
+        own = inputs | inputs_here | ({"all_position_ids": positions} if mask is None else {})
         experts = None
         if rows.experts is not None:
             experts = functional.pad(rows.experts, (0, 0, 0, 0, 0, more), value=-1)[:, mine]
@@ -133,7 +133,7 @@ def share_rows(ranks: Ranks, size: int) -> tuple[SequenceParallel | None, Ranks]
     if size == 1:
         return None, ranks
     groups = [list(range(first, first + size)) for first in range(0, ranks.world_size, size)]
-    counting = [list(range(place, ranks.world_size, size)) for place in range(size)]
+    counting = [list(range(index, ranks.world_size, size)) for index in range(size)]
     own, ours = (
         {rank: group for ranks_of in sets for group in [dist.new_group(ranks_of)] for rank in ranks_of}
         for sets in (groups, counting)

@@ -45,8 +45,8 @@ class ValueModule(nn.Module):
         super().__init__()
         body = body_of(model)
         if body is None:
-            what = f"{type(model).__name__} does not expose hidden states, so a value head cannot be added"
-            raise UsageError(what, where="critic.path", fix="name a model of another architecture")
+            message = f"{type(model).__name__} does not expose hidden states, so a value head cannot be added"
+            raise UsageError(message, where="critic.path", fix="name a model of another architecture")
         self.reader = BodyReader(model, **options)
         if probe:
             self.reader.probe()

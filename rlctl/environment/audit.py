@@ -7,11 +7,10 @@ import json
 import os
 import random
 import secrets
-import tempfile
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from pathlib import Path
+from functools import partial
 from statistics import fmean
 from typing import TYPE_CHECKING, Any
 
@@ -22,17 +21,22 @@ from rlctl.batch import Episode, Task, Turn
 from rlctl.environment.build import build_environment
 from rlctl.environment.protocol import EnvironmentContext
 from rlctl.environment.run_episodes import run_episodes
+from rlctl.environment.state_leaks import state_leak
 from rlctl.environment.template_audit import Findings
+from rlctl.leftovers import temporary_directory
 from rlctl.rollout.protocol import Request, Sampling
+from rlctl.rollout.seeds import turn_seed
 
 if TYPE_CHECKING:
     from rlctl.environment.protocol import Environment
 
 #: Policies that know nothing.
 POLICIES = ("empty replies", "echo", "random tokens", "tool calls")
-#: Tasks that are played twice, and without their columns; episodes at a time.
-_NUM_AGAIN, _AT_A_TIME = 8, 16
+#: Tasks that are played twice, and without their columns; those that are played alone; episodes at a time.
+_NUM_AGAIN, _NUM_ALONE, _AT_A_TIME = 8, 4, 16
 _GROWTH_MIB, _SLOW_S = 64, 1.0
+#: Findings with which episodes differ, or take long, whatever their process played before.
+_DIFFERS_ANYWAY = ("reset_differs", "tool_hangs", "hangs")
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,6 +68,11 @@ class EnvironmentAudit(Findings):
     tools: list[Mapping[str, Any]]
     played: list[Played] = field(default_factory=list)
 
+    @property
+    def prompt_lengths(self) -> list[int]:
+        """Tokens that the first turns of the episodes read, with tools and what `reset` said, ascending."""
+        return sorted(e.num_prompt for played in self.played for e in played.episodes if e.sequences)
+
 
 def audit_environment(
     name: str,
@@ -94,9 +103,12 @@ def audit_environment(
             grown = (psutil.Process().memory_info().rss - memory) >> 20
             again = [replace(task, group_id=i) for i, task in enumerate(tasks[:_NUM_AGAIN])]
             _check_reset(audit, environment, context, again)
+            _check_played(audit, tasks)
+            some_work = len(audit.played[0].errors) < len(audit.played[0].episodes)
+            if some_work and not any(finding.name in _DIFFERS_ANYWAY for finding in audit.findings):
+                _check_leaks(audit, environment, name, context, tasks[:_NUM_ALONE])
         finally:
             environment.close()
-    _check_played(audit, tasks)
     if watch.processes:
         audit.add("leaves_processes", count=len(watch.processes), names=", ".join(watch.processes))
     if watch.files:
@@ -113,7 +125,12 @@ def _run(
     policy: str,
     tools: Sequence[Mapping[str, Any]] = (),
 ) -> list[Episode]:
-    engine = _Blind(policy, context.tokenizer, tools)
+    truths: dict[int | None, str] = {
+        turn_seed(0, task.group_id, 0, turn): task.ground_truth
+        for task in tasks
+        for turn in range(context.spec.max_turns)
+    }
+    engine = _Blind(policy, context.tokenizer, tools, truths)
     members = [(task, 0) for task in tasks]
     return run_episodes(
         environment, engine, members, context.sampling, 0, context.spec, context.context_length
@@ -137,6 +154,33 @@ def _check_reset(
     broken = _run(environment, context, bare, "empty replies")
     if was_read and any(not e.error and e.reward is not None for e in broken):
         audit.add("failure_scored")
+
+
+def _check_leaks(
+    audit: EnvironmentAudit,
+    environment: Environment,
+    name: str,
+    context: EnvironmentContext,
+    tasks: Sequence[Task],
+) -> None:
+    """Plays the same episodes in fresh processes, and in one process after each other."""
+    own = replace(context, spec=context.spec.model_copy(update={"fresh_process": True}))
+    one = replace(context, spec=context.spec.model_copy(update={"concurrency": 1}))
+    fresh = build_environment(name, own)
+
+    def play(policy: str, tasks: Sequence[Task], is_fresh: bool) -> list[Episode]:
+        played_in = (fresh, own) if is_fresh else (environment, one)
+        return _run(*played_in, tasks, policy, audit.tools)
+
+    knows = any(task.ground_truth for task in tasks)
+    policies = ["tool calls"] * bool(audit.tools) + ["right answers" if knows else "echo"]
+    try:
+        for policy in policies:
+            if difference := state_leak(partial(play, policy), tasks):
+                audit.add("state_leaks", difference=difference)
+                return
+    finally:
+        fresh.close()
 
 
 def _read_first(episode: Episode) -> list[int]:
@@ -201,10 +245,16 @@ def _check_outputs(audit: EnvironmentAudit, episodes: Sequence[Episode]) -> None
 
 
 class _Blind:
-    """Samples without a model."""
+    """Samples without a model; `truths` holds the ground truth of each seed for the policy that knows it."""
 
-    def __init__(self, policy: str, tokenizer: Any, tools: Sequence[Mapping[str, Any]]) -> None:
-        self._policy, self._tokenizer = policy, tokenizer
+    def __init__(
+        self,
+        policy: str,
+        tokenizer: Any,
+        tools: Sequence[Mapping[str, Any]],
+        truths: Mapping[int | None, str],
+    ) -> None:
+        self._policy, self._tokenizer, self._truths = policy, tokenizer, truths
         self._tools = [tool["function"] for tool in tools]
 
     def sample(self, requests: Sequence[Request], sampling: Sampling) -> list[Turn]:
@@ -220,10 +270,12 @@ class _Blind:
             ids = [draw.randrange(len(self._tokenizer)) for _ in range(draw.randint(1, 32))]
         elif self._policy == "tool calls" and self._tools:
             ids = self._tokenizer(self._call(draw), add_special_tokens=False)["input_ids"]
+        elif self._policy == "right answers":
+            ids = self._tokenizer(self._truths[request.seed], add_special_tokens=False)["input_ids"]
         ids = [*[i for i in ids if i != self._tokenizer.eos_token_id], self._tokenizer.eos_token_id]
         is_cut = len(ids) > limit
-        found = torch.tensor(ids[:limit])
-        return Turn(found, torch.zeros(len(found)), torch.zeros_like(found), "length" if is_cut else "stop")
+        turn = torch.tensor(ids[:limit])
+        return Turn(turn, torch.zeros(len(turn)), torch.zeros_like(turn), "length" if is_cut else "stop")
 
     def _call(self, draw: random.Random) -> str:
         """A call with arguments of the right types."""
@@ -261,11 +313,11 @@ class _Watch:
 @contextlib.contextmanager
 def _watched() -> Iterator[_Watch]:
     """Finds the processes and temporary files that are left after the block; the processes are ended."""
-    found, mark, before = _Watch(), secrets.token_hex(8), dict(os.environ)
-    with tempfile.TemporaryDirectory(prefix="rlctl-audit-", ignore_cleanup_errors=True) as directory:
-        os.environ.update({_MARK: mark, "TMPDIR": directory})
+    watch, mark, before = _Watch(), secrets.token_hex(8), dict(os.environ)
+    with temporary_directory("audit") as directory:
+        os.environ.update({_MARK: mark, "TMPDIR": str(directory)})
         try:
-            yield found
+            yield watch
         finally:
             for name in (_MARK, "TMPDIR"):
                 os.environ.pop(name)
@@ -274,9 +326,9 @@ def _watched() -> Iterator[_Watch]:
             for process in left:
                 with contextlib.suppress(psutil.Error):
                     if process.status() != psutil.STATUS_ZOMBIE:  # it has ended
-                        found.processes.append(process.name())
+                        watch.processes.append(process.name())
                         process.kill()
-            found.files = sorted(str(path.relative_to(directory)) for path in Path(directory).rglob("*"))
+            watch.files = sorted(str(path.relative_to(directory)) for path in directory.rglob("*"))
 
 
 def _processes_with(mark: str) -> Iterator[psutil.Process]:

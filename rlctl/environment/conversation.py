@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol
 
-from rlctl.environment.renderer import ChatRenderer, Message, ToolCall, WrittenReply, encodable, parse_calls
+from rlctl.environment.renderer import ChatRenderer, Message, WrittenReply
+from rlctl.tool_calls import ToolCall, encodable, parse_calls
 
 if TYPE_CHECKING:
     from rlctl.batch import Task, Turn
-    from rlctl.environment.protocol import Sampler
 
 #: Tokens before a reply that show whether the template opened thoughts.
 _LAST_TOKENS = 64
@@ -33,6 +33,13 @@ class Reply:
     is_cut: bool
 
 
+class TurnSampler(Protocol):
+    """What a conversation needs of a `Sampler`."""
+
+    async def sample(self, token_ids: Sequence[int]) -> Turn:
+        """See `Sampler.sample`."""
+
+
 class Conversation:
     """The messages of one episode.
 
@@ -47,7 +54,7 @@ class Conversation:
     def __init__(
         self,
         renderer: ChatRenderer,
-        sampler: Sampler,
+        sampler: TurnSampler,
         task: Task,
         tools: Sequence[Mapping[str, Any]] = (),
         more: str = "",

@@ -9,7 +9,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from rlctl.registry import ENVIRONMENTS
-from rlctl.spec.model import GAME
+from rlctl.run_spec.model import GAME
 
 if TYPE_CHECKING:
     from rlctl.environment.protocol import Environment, EnvironmentContext

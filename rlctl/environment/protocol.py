@@ -7,7 +7,7 @@ wrapped (`rlctl.environment.build`). Imports no torch, because the spec loads it
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Protocol
 
@@ -16,12 +16,15 @@ from rlctl.errors import RlctlError
 if TYPE_CHECKING:
     from rlctl.batch import Task, Turn
     from rlctl.rollout.protocol import Sampling
-    from rlctl.spec.environment import EnvironmentSpec
+    from rlctl.run_spec.environment import EnvironmentSpec
 
-#: Why an episode ended. `aborted` (by the engine) and `environment_error` exclude it from training.
+#: The first prompt of an episode does not fit; nothing was sampled.
+PROMPT_OVERLONG = "prompt_overlong"
+#: Why an episode ended. `aborted` (by the engine), `environment_error` and `PROMPT_OVERLONG` exclude it from
+#: training.
 STOP_REASONS = (
     *("completed", "tool_stopped", "max_turns", "max_tokens", "context_overflow", "max_tool_calls"),
-    *("parse_error", "timeout", "environment_error", "aborted"),
+    *("parse_error", "timeout", "environment_error", "aborted", PROMPT_OVERLONG),
 )
 
 
@@ -36,8 +39,16 @@ class EnvironmentFault(RlctlError):
 class Sampler(Protocol):
     """Samples the turns of one episode, and records their tokens; created by `run_episodes`."""
 
-    async def sample(self, token_ids: Sequence[int], max_tokens: int | None = None) -> Turn:
+    async def sample(
+        self,
+        token_ids: Sequence[int],
+        max_tokens: int | None = None,
+        shortened: Callable[[Turn], Turn] | None = None,
+    ) -> Turn:
         """The next turn after these tokens, of at most `max_tokens` and what is left of the episode's limits.
+
+        `shortened` returns the first tokens of a turn, which are recorded; which ones may depend on nothing
+        that was sampled after them.
 
         Tokens in, tokens out: where `token_ids` begins with all tokens of the episode so far, the sequence
         continues; otherwise, as after a summary of the context, a new sequence of the episode begins.
@@ -45,6 +56,10 @@ class Sampler(Protocol):
         Raises:
             LimitReached: a limit of the episode allows no further turn.
         """
+
+    def watch(self, pid: int) -> None:
+        """Names a process of the episode: while it or its descendants wait for a processor, because the
+        machine is busy, the time of the episode stands still."""
 
 
 class LimitReached(Exception):
@@ -98,6 +113,7 @@ class EnvironmentContext:
         tokenizer: of the policy.
         sampling: distribution of the turns; its `max_response_length` limits the tokens of a turn.
         context_length: most tokens of a sequence.
+        argument: what follows the colon in the environment's name.
         params: `environment.params`, validated by the environment's parameter class; None: it has none.
         chat_template_kwargs: further arguments of the chat template.
     """
@@ -107,4 +123,5 @@ class EnvironmentContext:
     sampling: Sampling
     context_length: int
     params: Any = None
+    argument: str = ""
     chat_template_kwargs: Mapping[str, Any] = field(default_factory=dict)

@@ -8,8 +8,7 @@ from itertools import accumulate
 
 import torch
 
-from rlctl.batch import Sequence as TokenSequence
-from rlctl.batch import TokenLists, Turn, joined_experts
+from rlctl.batch import TokenLists, TokenSequence, Turn, joined_experts
 
 
 @dataclass(slots=True)
@@ -66,7 +65,7 @@ def _sequence(stream: _Stream, turn_rewards: Sequence[float]) -> TokenSequence:
     lengths = [len(turn.token_ids) for turn in turns]
     rewards = None
     if turn_rewards:
-        rewards = torch.zeros(sum(lengths))
+        rewards = torch.zeros(sum(lengths), dtype=torch.float64)
         for number, length, end in zip(numbers, lengths, accumulate(lengths), strict=True):
             if length:
                 rewards[end - 1] = turn_rewards[number]

@@ -9,10 +9,11 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
 
+from rlctl.chat_template import rendered
 from rlctl.environment.single_turn import LEFT_OUT
 from rlctl.errors import UsageError, first_line
 
@@ -25,14 +26,6 @@ _INSTRUCTIONS = """You may call these tools:
 {schemas}
 To call one, write its name and arguments as JSON:
 <tool_call>{{"name": "…", "arguments": {{…}}}}</tool_call>"""
-
-
-@dataclass(frozen=True, slots=True)
-class ToolCall:
-    """A call that the policy wrote."""
-
-    name: str
-    arguments: dict[str, Any] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,6 +78,11 @@ class ChatRenderer:
     def _takes_system(self) -> bool:
         return not self._template or self._shows("system", "user")
 
+    @cached_property
+    def takes_later_system(self) -> bool:
+        """Whether the template shows a system message that follows other messages."""
+        return not self._template or self._shows("system", "user", "assistant", "system")
+
     def _shows(self, *roles: str) -> bool:
         """Whether the template shows messages of these roles, in this order."""
         try:
@@ -101,18 +99,18 @@ class ChatRenderer:
         Raises:
             UsageError: the template refuses it.
         """
-        shown, given = [self._safe(message) for message in messages], dict(self._kwargs)
+        shown, arguments = [self._safe(message) for message in messages], dict(self._kwargs)
         if tools and self._reads_tools:
-            given["tools"] = list(tools)
+            arguments["tools"] = list(tools)
         elif tools:
             schemas = "\n".join(json.dumps(tool["function"], ensure_ascii=False) for tool in tools)
             shown = self._with_instructions(shown, _INSTRUCTIONS.format(schemas=schemas))
         if not self._template:
             return self._start + "".join(map(_untemplated, [None, *shown], shown))
         continues = bool(shown) and shown[-1]["role"] == "assistant"
-        given |= {"add_generation_prompt": not continues, "continue_final_message": continues}
+        arguments |= {"add_generation_prompt": not continues, "continue_final_message": continues}
         try:
-            found: str = self.tokenizer.apply_chat_template(shown, tokenize=False, **given)
+            found = rendered(self.tokenizer, shown, **arguments)
         except Exception as error:  # Jinja's own errors and whatever the template raises
             what = f"the model's chat template refuses this conversation: {first_line(error)}"
             raise UsageError(what, where="environment", fix="use roles that the template supports") from error
@@ -205,110 +203,11 @@ def _untemplated(previous: Message | None, message: Message) -> str:
 
 def _length_in(text: str, start: str) -> int | None:
     """Length of the beginning of a text that is `start` but for white space; None if it is not."""
-    place = 0
+    at = 0
     for char in "".join(start.split()):
-        while text[place : place + 1].isspace():
-            place += 1
-        if text[place : place + 1] != char:
+        while text[at : at + 1].isspace():
+            at += 1
+        if text[at : at + 1] != char:
             return None
-        place += 1
-    return place
-
-
-_HERMES = re.compile(r"<tool_call>(.*?)(?:</tool_call>|\Z)", re.DOTALL)
-_FUNCTION = re.compile(r"<function=([^>\s]+)>(.*?)(?:</function>|\Z)", re.DOTALL)
-_PARAMETER = re.compile(r"<parameter=([^>\s]+)>\n?(.*?)\n?(?:</parameter>|\Z)", re.DOTALL)
-_GLM = re.compile(r"\s*([\w.-]+)\s*((?:<arg_key>.*)?)\Z", re.DOTALL)
-_GLM_ARGUMENT = re.compile(r"<arg_key>(.*?)</arg_key>\s*<arg_value>(.*?)</arg_value>", re.DOTALL)
-_DEEPSEEK = re.compile(
-    r"<｜tool▁call▁begin｜>(?:function<｜tool▁sep｜>)?([^\n<]+?)(?:<｜tool▁sep｜>|\n)"
-    r"(?:```json\n)?(.*?)(?:\n```)?(?:<｜tool▁call▁end｜>|\Z)",
-    re.DOTALL,
-)
-_MISTRAL = re.compile(r"\s*([^\s\[{]+?)(?:\[CALL_ID\][^\[]*)?(?:\[ARGS\])?\s*(\{.*)\Z", re.DOTALL)
-
-
-def parse_calls(text: str, tools: Sequence[Mapping[str, Any]] = ()) -> tuple[list[ToolCall], str]:
-    """The tool calls that a reply contains, and what is wrong with one that cannot be read, for the policy.
-
-    Formats: `<tool_call>{"name": …, "arguments": {…}}</tool_call>` (Hermes, Qwen), the same with
-    `<function=…><parameter=…>` (Qwen3-Coder) or `<arg_key>…<arg_value>…` (GLM), `[TOOL_CALLS][{…}]` and
-    `[TOOL_CALLS]name[ARGS]{…}` (Mistral), DeepSeek's marks, and a reply that is nothing but JSON objects with
-    `name` and `parameters` or `arguments` (Llama 3).
-
-    Args:
-        tools: schemas; say which arguments are text in formats that do not.
-    """
-    calls: list[ToolCall] = []
-    for block in _blocks(text):
-        if functions := _FUNCTION.findall(block):
-            calls += [_typed(name, _PARAMETER.findall(body), tools) for name, body in functions]
-        elif glm := _GLM.match(block):
-            calls.append(_typed(glm[1], _GLM_ARGUMENT.findall(glm[2]), tools))
-        else:
-            values = _values(block) or [None]
-            read = [_call(one) for one in (values[0] if isinstance(values[0], list) else values)]
-            calls += [call for call in read if call]
-            if None in read:
-                return calls, 'a tool call must be JSON: {"name": "…", "arguments": {…}}'
-    return calls, ""
-
-
-def _blocks(text: str) -> list[str]:
-    """The parts of a reply that are tool calls."""
-    if found := _HERMES.findall(text):
-        return list(found)
-    if found := _DEEPSEEK.findall(text):
-        return [_named(name, arguments) for name, arguments in found]
-    if "[TOOL_CALLS]" in text:
-        parts = text.split("[TOOL_CALLS]")[1:]
-        return [_named(named[1], named[2]) if (named := _MISTRAL.match(part)) else part for part in parts]
-    plain = text.replace("<|python_tag|>", "")
-    values = _values(plain) if plain.lstrip().startswith("{") else None
-    return [plain] if values and all(map(_call, values)) else []  # else an answer
-
-
-def _named(name: str, arguments: str) -> str:
-    return f'{{"name": {json.dumps(name.strip())}, "arguments": {arguments.strip()}}}'
-
-
-def _call(value: Any) -> ToolCall | None:
-    """The tool call that a JSON value describes."""
-    if not isinstance(value, dict) or not isinstance(value.get("name"), str):
-        return None
-    arguments = value.get("arguments", value.get("parameters"))
-    if isinstance(arguments, str):
-        arguments = next(iter(_values(arguments) or [None]))
-    return ToolCall(value["name"], arguments) if isinstance(arguments, dict) else None
-
-
-def _typed(name: str, given: Sequence[tuple[str, str]], tools: Sequence[Mapping[str, Any]]) -> ToolCall:
-    """The call of a format that writes values as plain text; others than text are JSON."""
-    schemas = [tool["function"] for tool in tools if tool["function"]["name"] == name]
-    known = schemas[0].get("parameters", {}).get("properties", {}) if schemas else {}
-    found = {}
-    for key, value in given:
-        read = None if known.get(key, {}).get("type") == "string" else _values(value)
-        found[key.strip()] = read[0] if read and len(read) == 1 else value
-    return ToolCall(name, found)
-
-
-def _values(text: str) -> list[Any] | None:
-    """The JSON values in a text; None if it is something else."""
-    found, place, decoder = [], 0, json.JSONDecoder()
-    try:
-        while place < len(text := text.rstrip("; \t\r\n")):
-            place += len(text[place:]) - len(text[place:].lstrip("; \t\r\n"))
-            value, place = decoder.raw_decode(text, place)
-            found.append(encodable(value))
-    except (ValueError, RecursionError):
-        return None
-    return found
-
-
-def encodable(value: Any) -> Any:
-    """A JSON value without lone surrogates, which no tokenizer takes; escapes in JSON may stand for some.
-
-    What JSON does not have becomes text.
-    """
-    return json.loads(json.dumps(value, ensure_ascii=False, default=str).encode(errors="replace"))
+        at += 1
+    return at

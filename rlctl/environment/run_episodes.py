@@ -11,7 +11,7 @@ from __future__ import annotations
 import asyncio
 import math
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import Executor, ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from functools import partial
@@ -20,17 +20,27 @@ from typing import TYPE_CHECKING
 import torch
 
 from rlctl.batch import Episode, Task, Turn
-from rlctl.environment.protocol import STOP_REASONS, EnvironmentFault, LimitReached, Outcome
+from rlctl.environment.instances import SharedProcessEnded
+from rlctl.environment.protocol import (
+    PROMPT_OVERLONG,
+    STOP_REASONS,
+    EnvironmentFault,
+    LimitReached,
+    Outcome,
+)
 from rlctl.environment.recording import Recorder
-from rlctl.environment.renderer import encodable
 from rlctl.errors import first_line
-from rlctl.rollout.protocol import Request, turn_seed
-from rlctl.spec.base import seconds
+from rlctl.processor_time import LOOKS, MachineBusy, TreeMeter, seconds_left
+from rlctl.reward.protocol import exact_sum
+from rlctl.rollout.protocol import ConcurrentSampler, Request
+from rlctl.rollout.seeds import turn_seed
+from rlctl.run_spec.base import seconds
+from rlctl.tool_calls import encodable
 
 if TYPE_CHECKING:
     from rlctl.environment.protocol import Environment
     from rlctl.rollout.protocol import ResponseSampler, Sampling
-    from rlctl.spec.environment import EnvironmentSpec
+    from rlctl.run_spec.environment import EnvironmentSpec
 
 
 #: Share of the last batch's seconds for which a batch waits for one more turn: its longest sets its time.
@@ -119,27 +129,27 @@ class Conductor:
         return len(self._waiting) >= min(self._num_episodes, self._spec.concurrency)
 
     async def _sample(self, batch: list[_Waiting]) -> None:
-        for one in batch:
-            one.started = time.perf_counter()
+        for waiting in batch:
+            waiting.started = time.perf_counter()
         requests = [one.request for one in batch]
         try:
             loop = asyncio.get_running_loop()
             sample = partial(self._engine.sample, requests, self._sampling)
             turns = await loop.run_in_executor(self._thread, sample)
             self._batch_s = time.perf_counter() - batch[0].started
-            for one, turn in zip(batch, turns, strict=True):
-                if not one.turn.done():  # else its episode ran out of time
-                    one.turn.set_result(turn)
+            for waiting, turn in zip(batch, turns, strict=True):
+                if not waiting.turn.done():  # else its episode ran out of time
+                    waiting.turn.set_result(turn)
         except Exception as error:
             self.failure = error
-            for one in batch:
-                if not one.turn.done():
-                    one.turn.set_exception(_EngineFailed(str(error)))
+            for waiting in batch:
+                if not waiting.turn.done():
+                    waiting.turn.set_exception(_EngineFailed(str(error)))
 
 
 def is_concurrent(engine: ResponseSampler) -> bool:
     """Whether several threads may call the engine at once; then no turn waits for others of its batch."""
-    return bool(getattr(engine, "is_concurrent", False))
+    return isinstance(engine, ConcurrentSampler) and engine.is_concurrent
 
 
 class _EngineFailed(BaseException):
@@ -153,6 +163,7 @@ class EpisodeSampler:
         recorder: the tokens so far.
         is_aborted: the engine ended a turn.
         has_ended: no further turn is sampled.
+        overlong: why the first prompt does not fit; empty: it does.
         policy_s, waiting_s: seconds in which the policy sampled, and in which a turn waited for it.
     """
 
@@ -165,17 +176,24 @@ class EpisodeSampler:
         spec: EnvironmentSpec,
         sampling: Sampling,
         context_length: int,
+        max_prompt_length: int | None = None,
+        *,
+        is_alone: bool = False,
     ) -> None:
+        self.is_alone = is_alone
         self._conductor, self._task, self._member, self._seed = conductor, task, member, step_seed
         self._spec, self._context_length = spec, context_length
+        self._max_prompt = context_length - 1 if max_prompt_length is None else max_prompt_length
         self._of_turn = sampling.max_response_length
         self._budget = spec.max_episode_tokens or spec.max_turns * self._of_turn
         self._started = time.perf_counter()
         self._asked: float | None = None  # since when a turn is being sampled
         self._in_turn = asyncio.Lock()  # the turns of an episode have an order
+        self._meter = TreeMeter()
         self.recorder = Recorder()
         self.policy_s = self.waiting_s = 0.0
         self.is_aborted = self.has_ended = False
+        self.overlong = ""
 
     @property
     def environment_s(self) -> float:
@@ -183,20 +201,45 @@ class EpisodeSampler:
         now = time.perf_counter() if self._asked is None else self._asked
         return now - self._started - self.policy_s - self.waiting_s
 
-    async def sample(self, token_ids: Sequence[int], max_tokens: int | None = None) -> Turn:
+    def watch(self, pid: int) -> None:
+        """See `Sampler.watch`."""
+        self._meter.watch(pid)
+
+    def seconds_left(self) -> float:
+        """Seconds until the time limit, if the episode's processes need not wait for a processor.
+
+        Raises:
+            MachineBusy: they waited for far longer than they worked.
+        """
+        self._meter.look()
+        limit = seconds(self._spec.episode_timeout)
+        return seconds_left(limit, self.environment_s, self._meter.waited)
+
+    async def sample(
+        self,
+        token_ids: Sequence[int],
+        max_tokens: int | None = None,
+        shortened: Callable[[Turn], Turn] | None = None,
+    ) -> Turn:
         """See `Sampler.sample`."""
         async with self._in_turn:
-            return await self._sampled(token_ids, max_tokens or self._of_turn)
+            return await self._sampled(token_ids, max_tokens or self._of_turn, shortened)
 
-    async def _sampled(self, token_ids: Sequence[int], max_tokens: int) -> Turn:
+    async def _sampled(
+        self, token_ids: Sequence[int], max_tokens: int, shortened: Callable[[Turn], Turn] | None
+    ) -> Turn:
         number = self.recorder.num_turns
         left = self._budget - self.recorder.num_sampled
+        if not number and len(token_ids) > self._max_prompt:
+            self.overlong = f"its first prompt has {len(token_ids)} tokens, more than {self._max_prompt}"
+            raise LimitReached(PROMPT_OVERLONG)
+        is_late = self.environment_s > seconds(self._spec.episode_timeout)
         for reason, is_reached in (
             ("aborted", self.is_aborted),
             ("max_turns", number >= self._spec.max_turns),
             ("max_tokens", left <= 0),
             ("context_overflow", len(token_ids) >= self._context_length),
-            ("timeout", self.has_ended or self.environment_s > seconds(self._spec.episode_timeout)),
+            ("timeout", self.has_ended or (is_late and self.seconds_left() <= 0)),
         ):
             if is_reached:
                 raise LimitReached(reason)
@@ -212,6 +255,8 @@ class EpisodeSampler:
             self.policy_s += taken
         self.waiting_s += waited
         self.policy_s -= waited
+        if shortened and turn.finish_reason != "abort":
+            turn = shortened(turn)
         self.recorder.add(token_ids, turn)
         if turn.finish_reason == "abort":
             self.is_aborted = True
@@ -227,8 +272,12 @@ def run_episodes(
     step_seed: int,
     spec: EnvironmentSpec,
     context_length: int,
+    max_prompt_length: int | None = None,
 ) -> list[Episode]:
     """The episodes with these tasks and indices within their groups, in that order.
+
+    One whose first prompt has more than `max_prompt_length` tokens (None: does not leave a token of
+    `context_length`) has `error` set and ends before anything is sampled.
 
     An episode that failed by a fault of the environment has `error` set: it is excluded, and never has a
     reward of 0 instead.
@@ -246,8 +295,12 @@ def run_episodes(
 
         async def one(task: Task, member: int) -> Episode:
             async with slots:
-                sampler = EpisodeSampler(conductor, task, member, step_seed, spec, sampling, context_length)
+                limits = (spec, sampling, context_length, max_prompt_length)
+                given = (conductor, task, member, step_seed, *limits)
                 try:
+                    return await _episode(environment, task, member, EpisodeSampler(*given), spec)
+                except SharedProcessEnded:  # from its beginning
+                    sampler = EpisodeSampler(*given, is_alone=True)
                     return await _episode(environment, task, member, sampler, spec)
                 finally:
                     conductor.ended()
@@ -277,15 +330,19 @@ async def _episode(
     """Runs one episode to its end, its limit, or its failure."""
     limit = left = seconds(spec.episode_timeout)
     outcome = _without_reward("timeout")
+
+    async def run() -> Outcome:
+        return await environment.run(task, sampler)
+
+    running = asyncio.ensure_future(run())
     try:
-        running = asyncio.ensure_future(environment.run(task, sampler))
         while not running.done():
-            left = limit - sampler.environment_s
             if left <= 0:
                 running.cancel()
                 await asyncio.wait({running}, timeout=1.0)  # it may refuse to end
                 break
-            await asyncio.wait({running}, timeout=max(left, 0.05))
+            await asyncio.wait({running}, timeout=max(min(left, limit / LOOKS), 0.05))
+            left = left if running.done() else sampler.seconds_left()
         if running.done() and not running.cancelled():
             outcome = _checked(running.result(), sampler)
         elif left > 0:
@@ -294,16 +351,27 @@ async def _episode(
             raise EnvironmentFault(f"no turn within {spec.episode_timeout}")
     except LimitReached as reached:
         outcome = _without_reward(reached.reason)
+    except SharedProcessEnded:
+        raise
     except Exception as failure:
-        known = isinstance(failure, EnvironmentFault)
+        if sampler.overlong:  # it could not speak
+            return _overlong(task, member, sampler)
+        known = isinstance(failure, EnvironmentFault | MachineBusy)
         error = str(failure) if known else f"{type(failure).__name__}: {first_line(failure)}"
         return _recorded(task, member, sampler, Outcome("", stop_reason="environment_error"), error)
     finally:
         sampler.has_ended = True
+        running.cancel()
+    if sampler.overlong:
+        return _overlong(task, member, sampler)
     error = "" if sampler.recorder.num_sampled else "the policy sampled nothing"
     if sampler.is_aborted:
         outcome, error = replace(outcome, stop_reason="aborted"), ""
     return _recorded(task, member, sampler, outcome, error)
+
+
+def _overlong(task: Task, member: int, sampler: EpisodeSampler) -> Episode:
+    return _recorded(task, member, sampler, Outcome("", stop_reason=PROMPT_OVERLONG), sampler.overlong)
 
 
 def _without_reward(stop_reason: str) -> Outcome:
@@ -324,25 +392,29 @@ def _checked(outcome: Outcome, sampler: EpisodeSampler) -> Outcome:
         raise EnvironmentFault(f"its response is {type(outcome.response).__name__}, not text")
     if outcome.stop_reason not in STOP_REASONS:
         raise EnvironmentFault(f"stop_reason {outcome.stop_reason!r} is not one of {', '.join(STOP_REASONS)}")
-    given, expected = [float(reward) for reward in outcome.turn_rewards], sampler.recorder.num_turns
-    if len(given) not in (0, expected):
-        raise EnvironmentFault(f"it returned {len(given)} rewards of {expected} turns")
-    reward = None if outcome.reward is None and not given else sum(given, float(outcome.reward or 0.0))
+    rewards, expected = [float(reward) for reward in outcome.turn_rewards], sampler.recorder.num_turns
+    if len(rewards) not in (0, expected):
+        raise EnvironmentFault(f"it returned {len(rewards)} rewards of {expected} turns")
+    has_reward = outcome.reward is not None or bool(rewards)
+    reward = exact_sum([*rewards, float(outcome.reward or 0.0)]) if has_reward else None
     metrics = {name: float(number) for name, number in outcome.metrics.items()}
-    if not all(map(math.isfinite, (reward or 0.0, *given, *metrics.values()))):
-        raise EnvironmentFault(f"a number is not finite: {outcome.reward}, {given}, {metrics}")
+    if not all(map(math.isfinite, (reward or 0.0, *rewards, *metrics.values()))):
+        raise EnvironmentFault(f"a number is not finite: {outcome.reward}, {rewards}, {metrics}")
     response, messages = encodable([outcome.response, outcome.messages])
-    return Outcome(response, reward, given, outcome.stop_reason, tuple(messages), metrics)
+    return Outcome(response, reward, rewards, outcome.stop_reason, tuple(messages), metrics)
 
 
 def _recorded(task: Task, member: int, sampler: EpisodeSampler, outcome: Outcome, error: str) -> Episode:
     """The episode of an outcome and the recorded tokens."""
     sequences = sampler.recorder.sequences(outcome.turn_rewards)
     counts = {"num_turns": float(sampler.recorder.num_turns), "num_sequences": float(len(sequences))}
+    rest_s = sampler.environment_s
+    own_s = min(rest_s, outcome.metrics.get("seconds/environment", rest_s))
     times = {
         "seconds/policy": sampler.policy_s,
         "seconds/waiting": sampler.waiting_s,
-        "seconds/environment": sampler.environment_s,
+        "seconds/environment": own_s,
+        "seconds/machinery": rest_s - own_s,
     }
     return Episode(
         task=task,
@@ -352,6 +424,6 @@ def _recorded(task: Task, member: int, sampler: EpisodeSampler, outcome: Outcome
         stop_reason=outcome.stop_reason,
         reward=outcome.reward,
         error=error,
-        metrics=counts | times | dict(outcome.metrics),
+        metrics=counts | dict(outcome.metrics) | times,
         messages=outcome.messages,
     )

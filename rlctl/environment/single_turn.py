@@ -8,16 +8,14 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-import torch
+from transformers import PreTrainedTokenizerFast
 
 from rlctl.algos.segments import Segments
-from rlctl.batch import Episode, Task, TokenLists, Turn
-from rlctl.batch import Sequence as TokenSequence
+from rlctl.batch import Task
+from rlctl.episodes import Episodes, Turns
 from rlctl.errors import RunFailure
-from rlctl.rollout.protocol import Request, ResponseSampler, Sampling, turn_seed
-
-#: Finish reason of the turn → stop reason of the episode.
-_STOP_REASONS = {"stop": "completed", "length": "max_tokens", "abort": "aborted"}
+from rlctl.rollout.protocol import Request, ResponseSampler, Sampling
+from rlctl.rollout.seeds import turn_seeds
 
 #: Kinds of special tokens that texts of responses do not show.
 LEFT_OUT = ("bos", "eos", "pad", "unk")
@@ -30,7 +28,7 @@ def sample_episodes(
     sampling: Sampling,
     step_seed: int,
     tokenizer: Any,
-) -> list[Episode]:
+) -> Episodes:
     """Samples n episodes of each task; siblings are adjacent.
 
     An episode depends only on `step_seed`, its task's `group_id` and its index within the group.
@@ -48,26 +46,16 @@ def sample_members(
     sampling: Sampling,
     step_seed: int,
     tokenizer: Any,
-) -> list[Episode]:
+) -> Episodes:
     """Samples the episodes with these tasks and indices within their groups; see `sample_episodes`."""
     if not members:
-        return []
-    requests = [
-        Request(task.prompt_ids, turn_seed(step_seed, task.group_id, member)) for task, member in members
-    ]
-    turns = engine.sample(requests, sampling)
+        return Episodes.of([])
+    numbers = [(task.group_id, member) for task, member in members]
+    seeds = turn_seeds(step_seed, numbers)
+    requests = [Request(task.prompt_ids, seed) for (task, _), seed in zip(members, seeds, strict=True)]
+    turns = Turns.of(engine.sample(requests, sampling))
     _check_kept(turns)
-    texts = decode(tokenizer, [_without_end(turn) for turn in turns])
-    return [
-        Episode(
-            task,
-            member,
-            (TokenSequence.of_turn(task.prompt_ids, turn),),
-            text,
-            _STOP_REASONS[turn.finish_reason],
-        )
-        for (task, member), turn, text in zip(members, turns, texts, strict=True)
-    ]
+    return Episodes.of_turns(members, turns, decode(tokenizer, _without_ends(turns)))
 
 
 def decode(tokenizer: Any, token_ids: Sequence[Sequence[int]]) -> list[str]:
@@ -76,29 +64,37 @@ def decode(tokenizer: Any, token_ids: Sequence[Sequence[int]]) -> list[str]:
     Special tokens may mark an answer or thoughts: only start, end, padding and unknown tokens are left out.
     """
     left_out = {getattr(tokenizer, f"{name}_token_id", None) for name in LEFT_OUT}
+    shown = [tuple([token for token in ids if token not in left_out]) for ids in token_ids]
+    different = list(dict.fromkeys(shown))  # short responses repeat
+    texts = dict(zip(different, _decoded(tokenizer, different), strict=True))
+    return [texts[ids] for ids in shown]
+
+
+def _decoded(tokenizer: Any, token_ids: Sequence[Sequence[int]]) -> list[str]:
+    """The texts of lists of tokens, special ones included, without changes to spaces."""
+    if getattr(type(tokenizer), "_decode", None) is PreTrainedTokenizerFast._decode:
+        backend = tokenizer.backend_tokenizer  # transformers looks at every token again
+        return [backend.decode(ids, skip_special_tokens=False) for ids in token_ids]
     texts: list[str] = tokenizer.batch_decode(
-        [[token for token in ids if token not in left_out] for ids in token_ids],
-        skip_special_tokens=False,
-        clean_up_tokenization_spaces=False,
+        [list(ids) for ids in token_ids], skip_special_tokens=False, clean_up_tokenization_spaces=False
     )
     return texts
 
 
-def _without_end(turn: Turn) -> list[int]:
-    """The tokens of a turn without the token that ended it."""
-    ids: list[int] = turn.token_ids.tolist()
-    return ids[:-1] if turn.finish_reason == "stop" else ids
+def _without_ends(turns: Turns) -> list[list[int]]:
+    """The tokens of each turn without the token that ended it."""
+    ids, ends = turns.token_ids.tolist(), turns.lengths.cumsum(0).tolist()
+    columns = zip([0, *ends], ends, turns.finish_reasons, strict=False)
+    return [ids[start : end - (reason == "stop")] for start, end, reason in columns]
 
 
-def _check_kept(turns: Sequence[Turn]) -> None:
+def _check_kept(turns: Turns) -> None:
     """Checks that every token is in the set that it was sampled from."""
-    lists = [turn.kept for turn in turns if turn.kept is not None]
-    if not lists:
+    if turns.kept is None:
         return
-    tokens = [turn.token_ids for turn in turns]
-    wrong = TokenLists.joined(lists).without(torch.cat(tokens)).nonzero()
+    wrong = turns.kept.without(turns.token_ids).nonzero()
     if len(wrong):
-        responses, place = Segments(torch.tensor([len(ids) for ids in tokens])), int(wrong[0])
+        responses, place = Segments(turns.lengths), int(wrong[0])
         raise RunFailure(
             f"token {responses.places[place] + 1} of response {responses.index[place] + 1} is not among "
             "the tokens that the rollout engine kept",

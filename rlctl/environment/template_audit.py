@@ -13,8 +13,8 @@ from typing import Any, Literal
 
 import torch
 
-from rlctl.batch import Sequence as TokenSequence
-from rlctl.batch import Task, Turn
+from rlctl.batch import Task, TokenSequence, Turn
+from rlctl.chat_template import rendered
 from rlctl.environment.conversation import Conversation
 from rlctl.environment.recording import Recorder
 from rlctl.environment.renderer import ChatRenderer
@@ -73,9 +73,9 @@ class Findings:
 
     def add(self, kind: str, **values: Any) -> None:
         """Appends a finding: `kind` is a key of `findings.toml`, and `values` fill in its sentence."""
-        found = _FINDINGS[kind]
-        what = found["what"].format(**values)
-        finding = AuditFinding(found.get("code", kind), found["severity"], what, found.get("fix", ""))
+        entry = _FINDINGS[kind]
+        message = entry["what"].format(**values)
+        finding = AuditFinding(entry.get("code", kind), entry["severity"], message, entry.get("fix", ""))
         self.findings.append(finding)
 
 
@@ -95,41 +95,41 @@ def audit_template(
         ends: tokens that end a turn; the first one is sampled.
         kwargs: further arguments of the chat template.
     """
-    found, renderer = TemplateAudit(), ChatRenderer(tokenizer, kwargs)
+    audit, renderer = TemplateAudit(), ChatRenderer(tokenizer, kwargs)
     try:
-        _check_texts(found, renderer, ends)
+        _check_texts(audit, renderer, ends)
         for name, (said, role) in _SCENES.items():
-            _play(found, renderer, ends[0], name, said, role)
+            _play(audit, renderer, ends[0], name, said, role)
     except UsageError as error:
-        found.add("refuses_turns", error=error.what)
-    return found
+        audit.add("refuses_turns", error=error.what)
+    return audit
 
 
-def _check_texts(found: TemplateAudit, renderer: ChatRenderer, ends: Sequence[int]) -> None:
+def _check_texts(audit: TemplateAudit, renderer: ChatRenderer, ends: Sequence[int]) -> None:
     """Checks renderings."""
     tokenizer, asked = renderer.tokenizer, [{"role": "user", "content": _ASKED}]
     start = renderer.text(asked)
     ids = renderer.encode(start)
     if not tokenizer.chat_template:
-        found.add("no_template")
+        audit.add("no_template")
     elif renderer.tool_role == "user":
-        found.add("no_tool_role")
+        audit.add("no_tool_role")
     if len({renderer.text(asked) for _ in range(8)}) > 1 or "strftime_now" in str(tokenizer.chat_template):
-        found.add("changing")
+        audit.add("changing")
     if len(ids) > 1 and ids[:2] == [tokenizer.bos_token_id] * 2:
-        found.add("two_starts")
+        audit.add("two_starts")
     if "add_numbers" not in renderer.text(asked, [_TOOL]):
-        found.add("tools_unseen")
+        audit.add("tools_unseen")
     now = renderer.text([*asked, {"role": "assistant", "content": _SAID}, *asked])
     if _SAID not in now:
-        found.add("reply_unseen")
+        audit.add("reply_unseen")
     elif now.startswith(start) and not now[len(start) :].lstrip().startswith(_SAID):
-        found.add("no_generation_prompt", text=now[len(start) :].partition(_SAID)[0])
+        audit.add("no_generation_prompt", text=now[len(start) :].partition(_SAID)[0])
     if token := unknown_end(tokenizer, ends):
-        found.add("end_of_turn", token=token)
+        audit.add("end_of_turn", token=token)
     known = {str(token) for token in tokenizer.added_tokens_decoder.values()}
     if texts := sorted(set(_MARK.findall(now)) - known):
-        found.add("marks_are_text", texts=", ".join(texts))
+        audit.add("marks_are_text", texts=", ".join(texts))
 
 
 def unknown_end(tokenizer: Any, ends: Sequence[int]) -> str | None:
@@ -142,7 +142,7 @@ def unknown_end(tokenizer: Any, ends: Sequence[int]) -> str | None:
     reply = "REPLY"
     turns = [{"role": "user", "content": "?"}, {"role": "assistant", "content": reply}]
     try:
-        text = tokenizer.apply_chat_template(turns, tokenize=False)
+        text = rendered(tokenizer, turns)
     except Exception:  # the template accepts no replies
         return None
     after = tokenizer(text.rpartition(reply)[2], add_special_tokens=False)["input_ids"]
@@ -153,7 +153,7 @@ def unknown_end(tokenizer: Any, ends: Sequence[int]) -> str | None:
     return str(tokenizer.convert_ids_to_tokens(special[0]))
 
 
-def _play(found: TemplateAudit, renderer: ChatRenderer, end: int, name: str, said: str, role: str) -> None:
+def _play(audit: TemplateAudit, renderer: ChatRenderer, end: int, name: str, said: str, role: str) -> None:
     """Plays one scene."""
     sampler, asked = _Sampler([[*renderer.encode(text), end] for text in (said, "4")]), _ASKED
     messages = ({"role": "user", "content": asked},)
@@ -167,13 +167,13 @@ def _play(found: TemplateAudit, renderer: ChatRenderer, end: int, name: str, sai
 
     asyncio.run(play())
     sequences = sampler.recorder.sequences()
-    found.scenes.append(Scene(name, len(sequences), [*_pieces(renderer.tokenizer, sequences)]))
-    has_thoughts, names = said.startswith(_THOUGHT), {finding.name for finding in found.findings}
+    audit.scenes.append(Scene(name, len(sequences), [*_pieces(renderer.tokenizer, sequences)]))
+    has_thoughts, names = said.startswith(_THOUGHT), {finding.name for finding in audit.findings}
     if len(sequences) > 1 and not (has_thoughts and (role == "user" or "splits" in names)):
-        found.add("splits_thoughts" if has_thoughts else "splits", scene=name, count=len(sequences))
+        audit.add("splits_thoughts" if has_thoughts else "splits", scene=name, count=len(sequences))
     heard = renderer.tokenizer.decode(sampler.read)
     if _HEARD not in heard and "observation_changed" not in names:
-        found.add("observation_changed", scene=name)
+        audit.add("observation_changed", scene=name)
 
 
 class _Sampler:
@@ -193,6 +193,9 @@ class _Sampler:
         turn = Turn(ids, torch.zeros(len(ids)), torch.zeros_like(ids), "stop")
         self.recorder.add(token_ids, turn)
         return turn
+
+    def watch(self, pid: int) -> None:
+        """Nothing is timed."""
 
 
 def _pieces(tokenizer: Any, sequences: Sequence[TokenSequence]) -> Iterator[tuple[str, Kind]]:

@@ -18,19 +18,29 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 from rlctl.environment.conversation import Conversation
-from rlctl.environment.instances import Instance, Instances, LocalInstance, LocalInstances, TimedOut
+from rlctl.environment.instances import (
+    Instance,
+    Instances,
+    LocalInstance,
+    LocalInstances,
+    SharedInstance,
+    TimedOut,
+)
 from rlctl.environment.protocol import EnvironmentContext, EnvironmentFault, LimitReached, Outcome
-from rlctl.environment.renderer import ChatRenderer, ToolCall
+from rlctl.environment.renderer import ChatRenderer
+from rlctl.environment.tool_arguments import arguments_of, problem_of
 from rlctl.errors import UsageError, first_line
 from rlctl.registry import is_builtin
-from rlctl.spec.base import seconds
+from rlctl.run_spec.base import seconds
+from rlctl.tool_calls import ToolCall
 
 if TYPE_CHECKING:
     from rlctl.batch import Task
     from rlctl.environment.protocol import Sampler
+    from rlctl.run_spec.environment import EnvironmentSpec
 
 #: Public methods that are not tools.
-_OWN = ("reset", "get_reward", "respond")
+OWN_METHODS = ("reset", "get_reward", "respond")
 _GONE = "the environment does not answer any more: its process was ended by an earlier call"
 
 
@@ -44,21 +54,46 @@ def tool_schemas(kind: type) -> list[dict[str, Any]]:
 
     found = []
     for name, method in inspect.getmembers(kind, inspect.isfunction):
-        if name.startswith("_") or name in _OWN:
+        if name.startswith("_") or name in OWN_METHODS:
             continue
         try:
             schema = get_json_schema(method)
         except Exception as error:  # its own errors, and those of reading annotations
-            what = f"tool {name} has no schema: {first_line(error)}"
+            message = f"tool {name} has no schema: {first_line(error)}"
             fix = "give it type hints and a docstring with an `Args:` section that describes every argument"
-            raise UsageError(what, where=f"{kind.__name__}.{name}", fix=fix) from error
+            raise UsageError(message, where=f"{kind.__name__}.{name}", fix=fix) from error
         schema["function"]["parameters"]["properties"].pop("self", None)
         found.append(schema)
     return found
 
 
+def sharing_of(part: Any, spec: EnvironmentSpec) -> int:
+    """Episodes that share a process: `environment.episodes_per_process`.
+
+    Raises:
+        UsageError: more than one, and a method (or the agent) is not `async`, and would hold the others.
+    """
+    if spec.episodes_per_process == 1:
+        return 1
+    methods = {"the agent": part if inspect.isroutine(part) else type(part).__call__}
+    if inspect.isclass(part):
+        members = inspect.getmembers(part, inspect.isfunction)
+        methods = {name: method for name, method in members if not name.startswith("_")}
+    plain = [name for name, method in methods.items() if not inspect.iscoroutinefunction(method)]
+    if plain:
+        what = f"episodes can share a process only if all methods are async, and {', '.join(plain)} is not"
+        fix = "make it `async`, or leave environment.episodes_per_process at 1"
+        raise UsageError(what, where="environment.episodes_per_process", fix=fix)
+    return spec.episodes_per_process
+
+
+def is_alone(sampler: Sampler) -> bool:
+    """Whether the episode shall share no process, because one that it shared has ended."""
+    return bool(getattr(sampler, "is_alone", False))
+
+
 class UserClass:
-    """An `Environment` whose instances live in processes of their own.
+    """An `Environment` whose instances live alone in worker processes.
 
     Attributes:
         tools: schemas of the tools.
@@ -73,7 +108,10 @@ class UserClass:
             raise UsageError("the class has no method `reset`", where=name, fix=fix)
         self._spec = context.spec
         self.tools = tool_schemas(kind)
-        self._names = {tool["function"]["name"] for tool in self.tools}
+        self._arguments = {
+            name: arguments_of(getattr(kind, name))
+            for name in (tool["function"]["name"] for tool in self.tools)
+        }
         self._responds, self._rewards = (callable(getattr(kind, x, None)) for x in ("respond", "get_reward"))
         self._wanted = inspect.signature(kind.reset).parameters  # type: ignore[attr-defined]
         self._renderer = ChatRenderer(context.tokenizer, context.chat_template_kwargs)
@@ -83,7 +121,9 @@ class UserClass:
             file, _, class_name = name.rpartition(":")
             if not file:  # of an installed package
                 file, class_name = inspect.getfile(kind), kind.__qualname__
-            self._instances = Instances(file, class_name, context.spec.variables)
+            given = (file, class_name, context.spec.variables)
+            sharing = sharing_of(kind, context.spec)
+            self._instances = Instances(*given, is_fresh=context.spec.fresh_process, num_sharing=sharing)
 
     def close(self) -> None:
         """Ends all processes."""
@@ -91,10 +131,12 @@ class UserClass:
 
     async def run(self, task: Task, sampler: Sampler) -> Outcome:
         """See `Environment.run`."""
-        async with self._instances.instance() as instance:
-            return await _Episode(self, instance, sampler).run(task)
+        async with self._instances.instance(is_alone=is_alone(sampler)) as instance:
+            if instance.pid:
+                sampler.watch(instance.pid)
+            return await PlayedEpisode(self, instance, sampler).run(task)
 
-    def _row(self, task: Task) -> dict[str, Any]:
+    def row_of(self, task: Task) -> dict[str, Any]:
         """The columns that `reset` names; with `**row` all but the ground truth."""
         row = {**task.extra_info, "prompt": list(task.messages), "data_source": task.data_source}
         takes_all = any(one.kind is one.VAR_KEYWORD for one in self._wanted.values())
@@ -104,16 +146,21 @@ class UserClass:
         return chosen
 
 
-class _Episode:
+class PlayedEpisode:
     """One conversation with one instance."""
 
-    def __init__(self, environment: UserClass, instance: Instance | LocalInstance, sampler: Sampler) -> None:
+    def __init__(
+        self,
+        environment: UserClass,
+        instance: Instance | SharedInstance | LocalInstance,
+        sampler: Sampler,
+    ) -> None:
         self._of, self._instance, self._sampler = environment, instance, sampler
         self._num_calls = self._num_errors = 0
 
     async def run(self, task: Task) -> Outcome:
         """See `Environment.run`."""
-        started = await self._called("reset", self._of._row(task))
+        started = await self._called("reset", self._of.row_of(task))
         if "error" in started:  # the policy has not spoken yet
             raise EnvironmentFault(f"reset raised {started['error']}")
         more = started.get("text") or ""
@@ -122,6 +169,7 @@ class _Episode:
         messages = self._conversation.messages
         last = [message["content"] for message in messages if message["role"] == "assistant"]
         counts = {"num_tool_calls": float(self._num_calls), "tool_errors": float(self._num_errors)}
+        counts["seconds/environment"] = self._instance.own_s
         return Outcome(last[-1] if last else "", reward, (), stop_reason, tuple(messages), counts)
 
     async def _spoken(self) -> str:
@@ -179,11 +227,15 @@ class _Episode:
 
     async def _call(self, call: ToolCall) -> bool:
         """Calls a tool, and shows its result; whether the environment is done."""
-        if call.name in self._of._names:
+        known = self._of._arguments
+        if call.name in known and (problem := problem_of(known[call.name], call.arguments)):
+            self._num_errors += 1
+            found: dict[str, Any] = {"error": problem, "done": False}
+        elif call.name in known:
             found = await self._asked(call.name, call.arguments)
         else:
             self._num_errors += 1
-            names = ", ".join(sorted(self._of._names))
+            names = ", ".join(sorted(known))
             found = {"error": f"there is no tool {call.name}, but {names}", "done": False}
         self._answer(_shown(found), call.name)
         return bool(found["done"])

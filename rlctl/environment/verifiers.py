@@ -21,10 +21,13 @@ from verifiers.v1.interception import InterceptionServer
 from verifiers.v1.runtimes import ProgramResult
 from verifiers.v1.utils.loaders import env_config_type, load_environment
 
-from rlctl.environment.chat_completions import RecordedChat, Refused
+from rlctl.environment.formats import chat_completions
+from rlctl.environment.formats.protocol import Refused
 from rlctl.environment.protocol import EnvironmentContext, EnvironmentFault, Outcome
+from rlctl.environment.recorded_chat import RecordedChat
 from rlctl.environment.renderer import ChatRenderer
 from rlctl.errors import UsageError, first_line, typed_line
+from rlctl.tool_calls import encodable
 
 if TYPE_CHECKING:
     from rlctl.batch import Task
@@ -74,9 +77,11 @@ class _RecordedClient(Client):  # type: ignore[misc]  # verifiers is an extra
 
     async def get_response(self, dialect: Any, body: Any, *_: Any, **__: Any) -> Any:
         try:
-            answer = await self._chat.complete(body, lambda: False)
+            request = chat_completions.read(encodable(body), self._chat.conversation_before)
+            said = await self._chat.answered(request, lambda: False)
         except Refused as refused:
             raise ProviderError(str(refused), status_code=refused.status) from refused
+        answer = chat_completions.written(request, said.reply)
         response = dialect.parse_response(dialect.validate_response(answer))
         response.raw = answer
         return response
@@ -155,6 +160,6 @@ class Taskset:
             raise UsageError("a row has no column `idx`, the task's number", where="environment.name")
         self._read += islice(self._rows, max(0, index + 1 - len(self._read)))
         if index >= len(self._read):
-            what = f"the taskset has {len(self._read)} tasks, a row asks for idx={index}"
-            raise UsageError(what, where="environment.name")
+            message = f"the taskset has {len(self._read)} tasks, a row asks for idx={index}"
+            raise UsageError(message, where="environment.name")
         return self._read[index]

@@ -13,11 +13,20 @@ from typing import Any
 
 from rlctl.errors import UsageError
 from rlctl.evaluate.evaluate_report import read_evaluation
-from rlctl.evaluate.intervals import ALIKE, LEVEL, Difference, estimate, paired, questions_needed
+from rlctl.evaluate.intervals import (
+    ALIKE,
+    LEVEL,
+    SHARE,
+    Difference,
+    Range,
+    estimate,
+    paired,
+    questions_needed,
+)
 from rlctl.evaluate.page import TableRow, drawn, render_page, stderr_text
 from rlctl.evaluate.request import checked_ks
 from rlctl.evaluate.samples import EvalSample
-from rlctl.evaluate.scores import OVERALL, RIGHT, Question, questions_of
+from rlctl.evaluate.scores import OVERALL, RIGHT, Question, bounds_of, questions_of
 
 DIFFERENCE_HEADINGS = ("A", "stderr", "B", "stderr", "B − A", "stderr", "95 % interval", "p")
 #: Maximum number of examples of questions that are right only in A, and only in B.
@@ -38,7 +47,7 @@ class Figure:
     a: float
     b: float
     difference: Difference  # B − A, paired by question
-    is_share: bool  # whether all values lie in [0, 1], so that differences are percentage points
+    is_share: bool  # whether values are known to lie in [0, 1], so that differences are percentage points
     #: a_stderr, b_stderr: standard errors of `a` and `b` over the shared questions; None for one question
     a_stderr: float | None
     b_stderr: float | None
@@ -97,6 +106,12 @@ class _Side:
     def read(cls, directory: Path) -> _Side:
         about, samples = read_evaluation(directory)
         return cls(about, _by_identity(samples))
+
+    @property
+    def score_range(self) -> Range | None:
+        """Least and greatest possible reward; None: not known."""
+        ends = self.about.get("score_range")
+        return None if ends is None else (ends[0], ends[1])
 
     @property
     def limit(self) -> float:
@@ -195,8 +210,10 @@ def _by_identity(samples: Sequence[EvalSample]) -> dict[_Identity, Question]:
 def _comparison(source: str, a: _Side, b: _Side, ks: Sequence[int], n: int) -> Comparison:
     shared = [key for key in a.questions if key in b.questions]
     values = [(a.questions[key].figures(ks, n), b.questions[key].figures(ks, n)) for key in shared]
+    bounds = a.score_range if a.score_range == b.score_range else None
+    names = values[0][0] if values else ()
     figures = [
-        figure for name in (values[0][0] if values else ()) if (figure := _figure(name, values)) is not None
+        figure for name in names if (figure := _figure(name, values, bounds_of(name, bounds))) is not None
     ]
     conclusion = _conclusion(figures[0]) if figures and figures[0].name == "avg" else "nothing to compare"
     if a.ungraded(shared) or b.ungraded(shared):
@@ -208,34 +225,38 @@ def _comparison(source: str, a: _Side, b: _Side, ks: Sequence[int], n: int) -> C
 _Values = dict[str, float | None]
 
 
-def _figure(name: str, values: Sequence[tuple[_Values, _Values]]) -> Figure | None:
+def _figure(name: str, values: Sequence[tuple[_Values, _Values]], bounds: Range | None) -> Figure | None:
     both = ((in_a[name], in_b[name]) for in_a, in_b in values)
     pairs = [(first, second) for first, second in both if first is not None and second is not None]
-    is_share = all(0.0 <= value <= 1.0 for pair in pairs for value in pair)
-    difference = paired([second - first for first, second in pairs], most=1.0 if is_share else math.inf)
-    a, b = (estimate([pair[side] for pair in pairs]) for side in (0, 1))
+    most = math.inf if bounds is None else bounds[1] - bounds[0]
+    difference = paired([second - first for first, second in pairs], most=most)
+    a, b = (estimate([pair[side] for pair in pairs], bounds=bounds) for side in (0, 1))
     if difference is None or a is None or b is None:
         return None
-    return Figure(name, a.value, b.value, difference, is_share, a.stderr, b.stderr)
+    return Figure(name, a.value, b.value, difference, bounds == SHARE, a.stderr, b.stderr)
 
 
 def _conclusion(figure: Figure) -> str:
-    found = figure.difference
+    measured = figure.difference
     scale, unit, number = (100.0, "points", ".1f") if figure.is_share else (1.0, "of reward", ".3g")
-    better, sign = ("B", 1.0) if found.value > 0 else ("A", -1.0)
-    if found.low is None or found.high is None:
-        if abs(found.value) < ALIKE:
+    better, sign = ("B", 1.0) if measured.value > 0 else ("A", -1.0)
+    if measured.low is None or measured.high is None:
+        if abs(measured.value) < ALIKE:
             return "no difference on any question"
-        each = "one question" if found.num_questions == 1 else f"each of {found.num_questions} questions"
-        return f"no conclusion: B − A is {found.value * scale:+.3g} {unit} on {each}, which gives no interval"
-    if found.low <= 0.0 <= found.high:
+        each = (
+            "one question" if measured.num_questions == 1 else f"each of {measured.num_questions} questions"
+        )
+        return (
+            f"no conclusion: B − A is {measured.value * scale:+.3g} {unit} on {each}, which gives no interval"
+        )
+    if measured.low <= 0.0 <= measured.high:
         needed = ""
-        if figure.is_share and found.deviation:
-            count = questions_needed(found.deviation, WORTH_SEEING)
+        if figure.is_share and measured.deviation:
+            count = questions_needed(measured.deviation, WORTH_SEEING)
             needed = f"; about {count:,} questions would be needed to see {WORTH_SEEING * 100:.0f} points"
         return f"no difference detected{needed}"
-    low, high = sorted((sign * scale * found.low, sign * scale * found.high))
-    value = sign * scale * found.value
+    low, high = sorted((sign * scale * measured.low, sign * scale * measured.high))
+    value = sign * scale * measured.value
     return f"{better} is better by {value:{number}} {unit} (95 %: {low:{number}} to {high:{number}})"
 
 
@@ -247,6 +268,11 @@ def _warnings(a: _Side, b: _Side) -> Iterator[str]:
             yield f"sampled differently: {name} is {in_a} in A and {in_b} in B"
     if of_a["model"].get("template_sha256") != of_b["model"].get("template_sha256"):
         yield "the chat templates differ: the models read the same questions in different prompts"
+    elif num_other := _num_other_prompts(a, b):
+        yield (
+            f"{num_other:,} shared questions were asked in different prompts, for example by other "
+            "chat_template_kwargs or instructions: the difference is not the models' alone"
+        )
     if any(of_a[name] != of_b[name] for name in ("reward", "reward_files")):
         yield "graded differently: use `--regrade` with one --reward for both"
     for name in ("rlctl", "math-verify"):
@@ -266,23 +292,31 @@ def _warnings(a: _Side, b: _Side) -> Iterator[str]:
             )
 
 
+def _num_other_prompts(a: _Side, b: _Side) -> int:
+    """Number of shared questions whose rendered prompts differ."""
+    if a.about["data"].get("prompts_sha256", "") == b.about["data"].get("prompts_sha256"):
+        return 0
+    shared = a.questions.keys() & b.questions.keys()
+    return sum(a.questions[key].samples[0].prompt != b.questions[key].samples[0].prompt for key in shared)
+
+
 def difference_rows(comparison: Comparison) -> list[TableRow]:
     """Table rows with the metrics of both evaluations and their differences."""
     rows = []
     for figure in comparison.figures:
-        found = figure.difference
-        has_interval = found.low is not None and found.high is not None
+        measured = figure.difference
+        has_interval = measured.low is not None and measured.high is not None
         cells = (
             f"{figure.a:.3f}",
             stderr_text(figure.a_stderr),
             f"{figure.b:.3f}",
             stderr_text(figure.b_stderr),
-            f"{found.value:+.3f}",
-            stderr_text(found.stderr),
-            f"{found.low:+.3f} to {found.high:+.3f}" if has_interval else "—",
-            "—" if found.p_value is None else f"{found.p_value:.2g}",
+            f"{measured.value:+.3f}",
+            stderr_text(measured.stderr),
+            f"{measured.low:+.3f} to {measured.high:+.3f}" if has_interval else "—",
+            "—" if measured.p_value is None else f"{measured.p_value:.2g}",
         )
-        rows.append(TableRow(figure.name, cells, (found.value, found.low, found.high)))
+        rows.append(TableRow(figure.name, cells, (measured.value, measured.low, measured.high)))
     return rows
 
 

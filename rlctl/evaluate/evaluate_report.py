@@ -12,13 +12,15 @@ from pathlib import Path
 from typing import Any
 
 from rlctl.errors import UsageError
-from rlctl.evaluate.intervals import LEVEL
+from rlctl.evaluate.intervals import LEVEL, Range
 from rlctl.evaluate.page import PAGE_FILE, write_page
 from rlctl.evaluate.samples import SAMPLES_FILE, EvalSample, read_samples, write_samples
 from rlctl.evaluate.scores import Score
-from rlctl.files import check_vacant, clear_leftovers, sha256_of, staged_directory
-from rlctl.spec.rollout import RewardSpec
+from rlctl.files import check_vacant, clear_leftovers, encodable, sha256_of, staged_directory
+from rlctl.run_spec.keys import flat
+from rlctl.run_spec.rollout import RewardSpec
 from rlctl.track.run_dir import package_versions
+from rlctl.track.trust import sign
 from rlctl.user_code import files_of
 
 RESULTS_FILE = "results.json"
@@ -35,6 +37,7 @@ class Evaluation:
     scores: list[Score]  # one per data source; if there are several, the last is over all questions
     grader_errors: list[str]  # messages of the first few grader failures
     seconds: float  # duration of sampling and grading
+    score_range: Range | None = None  # least and greatest possible reward; None: not known
     num_stored: int = 0  # responses taken from the store
     #: kind (time-out, memory, crash) → responses that made their grading fail; they are scored as wrong
     timeouts: Mapping[str, int] = field(default_factory=dict)
@@ -58,8 +61,9 @@ def write_evaluation(
     document = results_document(evaluation)
     with staged_directory(out) as stage:
         text = json.dumps(document, indent=2, ensure_ascii=False, allow_nan=False)
-        (stage / RESULTS_FILE).write_text(text.encode("utf-8", "replace").decode() + "\n", encoding="utf-8")
+        (stage / RESULTS_FILE).write_text(f"{encodable(text)}\n", encoding="utf-8")
         write_samples(stage / SAMPLES_FILE, samples)
+        sign(stage, flat({"reward": document["reward"]}))
         if page:
             write_page(stage / PAGE_FILE, document, samples)
 
@@ -72,18 +76,18 @@ def read_evaluation(directory: Path) -> tuple[dict[str, Any], list[EvalSample]]:
     """
     path = directory / RESULTS_FILE
     if not path.is_file():
-        what = f"holds no {RESULTS_FILE}" if directory.is_dir() else "no such directory"
+        message = f"holds no {RESULTS_FILE}" if directory.is_dir() else "no such directory"
         fix = "name an evaluation's directory, such as RUN/evaluations/20260101-120000"
-        raise UsageError(f"not an evaluation: {what}", where=str(directory), fix=fix)
+        raise UsageError(f"not an evaluation: {message}", where=str(directory), fix=fix)
     try:
         document = json.loads(path.read_text(encoding="utf-8"))
         if document["format"] != _FORMAT:
             raise ValueError(f"its format is {document['format']}, not {_FORMAT}")
         _ = int(document["sampling"]["n"]), document["model"]["path"], document["reward"]["name"]
     except (OSError, ValueError, KeyError, TypeError) as error:
-        what = f"`{error.args[0]}` is missing" if isinstance(error, KeyError) else str(error)
+        message = f"`{error.args[0]}` is missing" if isinstance(error, KeyError) else str(error)
         raise UsageError(
-            f"not the results of an evaluation: {what}", where=str(path), fix="evaluate again"
+            f"not the results of an evaluation: {message}", where=str(path), fix="evaluate again"
         ) from error
     return document, read_samples(directory / SAMPLES_FILE)
 
@@ -110,6 +114,7 @@ def results_document(evaluation: Evaluation) -> dict[str, Any]:
         **evaluation.about,
         "reward": evaluation.reward.model_dump(mode="json"),
         "reward_files": {str(file): sha256_of(file) for file in files_of(*names)},
+        "score_range": evaluation.score_range,
         "interval_level": LEVEL,
         "scores": scores,
         "grader_errors": evaluation.grader_errors,

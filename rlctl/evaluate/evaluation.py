@@ -10,6 +10,7 @@ response is sampled twice, and the model is loaded only if responses are missing
 
 from __future__ import annotations
 
+import json
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -22,18 +23,21 @@ from typing import TYPE_CHECKING, Any
 from rlctl.batch import Episode, Task
 from rlctl.errors import RunFailure
 from rlctl.evaluate.evaluate_report import Evaluation, default_out, read_evaluation, write_evaluation
-from rlctl.evaluate.request import EvaluateRequest, check_request, checked_ks, chosen_reward
-from rlctl.evaluate.samples import EvalSample, Pair, Response, as_samples
-from rlctl.evaluate.scores import RIGHT, summarise
+from rlctl.evaluate.request import EvaluateRequest, Plan, check_request, checked_ks, chosen_reward
+from rlctl.evaluate.samples import EvalSample, Pair, Response, as_samples, by_question
+from rlctl.evaluate.scores import RIGHT, score_range, summarise
 from rlctl.evaluate.store import ResponseStore, prompt_hash
 from rlctl.files import cache_root, check_vacant
-from rlctl.spec.rollout import RewardSpec
+from rlctl.run_spec.keys import flat
+from rlctl.run_spec.rollout import RewardSpec
+from rlctl.track.trust import require_permission
 
 if TYPE_CHECKING:
+    from rlctl.evaluate.api_model import ApiModel
     from rlctl.evaluate.local_model import LocalModel
     from rlctl.reward.build import Reward
 
-#: Samples graded between two progress reports.
+#: Samples graded between two progress reports, at least: a grader may compare the responses to a question.
 _AT_ONCE = 256
 #: Called with the phase (`sampling`, `grading`), the number of responses done, and their total.
 Progress = Callable[[str, int, int], None]
@@ -48,9 +52,7 @@ def evaluate(request: EvaluateRequest, progress: Progress) -> tuple[Path, Evalua
         EnvironmentFailure: the model or a benchmark is not available, or a disk is full.
     """
     plan = check_request(request)
-    from rlctl.evaluate.local_model import LocalModel  # imports torch
-
-    model = LocalModel(plan)
+    model = _model(plan)
     started = time.monotonic()
     with grading(plan.reward, model.sampling.max_response_length, model.tokenizer) as reward:
         responses, num_stored = _responses(request, model, partial(progress, "sampling"))
@@ -60,6 +62,7 @@ def evaluate(request: EvaluateRequest, progress: Progress) -> tuple[Path, Evalua
     data = {
         "files": plan.questions.files,
         "benchmarks": plan.questions.benchmarks,
+        "prompts_sha256": prompt_hash(json.dumps(model.prompts)),
         "num_overlong_prompts": model.num_overlong,
         "num_aborted_responses": len(model.rows) * request.n - len(responses),
     }
@@ -74,8 +77,18 @@ def evaluate(request: EvaluateRequest, progress: Progress) -> tuple[Path, Evalua
     return out, evaluation
 
 
+def _model(plan: Plan) -> LocalModel | ApiModel:
+    if plan.is_behind_api:
+        from rlctl.evaluate.api_model import ApiModel
+
+        return ApiModel(plan)
+    from rlctl.evaluate.local_model import LocalModel  # imports torch
+
+    return LocalModel(plan)
+
+
 def _responses(
-    request: EvaluateRequest, model: LocalModel, progress: Callable[[int, int], None]
+    request: EvaluateRequest, model: LocalModel | ApiModel, progress: Callable[[int, int], None]
 ) -> tuple[dict[Pair, Response], int]:
     """Returns the responses in order, without those that the engine ended, and how many were stored."""
     keys = {
@@ -86,19 +99,19 @@ def _responses(
     with ResponseStore(cache_root(), model.settings | {"sampling": asdict(model.sampling)}) as store:
         if request.fresh:
             store.forget(keys)
-        found = store.find(keys)
-        num_stored = len(found)
+        stored = store.find(keys)
+        num_stored = len(stored)
         progress(num_stored, len(keys))
-        missing = {pair: key for key, pair in keys.items() if pair not in found}
+        missing = {pair: key for key, pair in keys.items() if pair not in stored}
         if missing:
             for batch in model.sample(list(missing)):
                 store.add({missing[pair]: response for pair, response in batch.items()})
-                found |= batch
-                progress(len(found), len(keys))
-    responses = {pair: found[pair] for pair in keys.values() if pair in found}
+                stored |= batch
+                progress(len(stored), len(keys))
+    responses = {pair: stored[pair] for pair in keys.values() if pair in stored}
     if not responses:
-        what = f"the engine ended all {len(keys)} responses before the policy or the length limit did"
-        raise RunFailure(what, where=model.about_sampling["engine"], fix="see its log, or use --engine hf")
+        message = f"the engine ended all {len(keys)} responses before the policy or the length limit did"
+        raise RunFailure(message, where=model.about_sampling["engine"], fix="see its log, or use --engine hf")
     return responses, num_stored
 
 
@@ -109,14 +122,17 @@ def regrade(
     ks: Sequence[int] | None = None,
     reward: str | None = None,
     out: Path | None = None,
+    trust: bool = False,
 ) -> tuple[Path, Evaluation]:
     """Grades the samples of the evaluation in `directory` again and writes a new evaluation.
 
     `ks` and `reward` are as in `EvaluateRequest`; the default reward is that of the evaluation. `out` is a
-    new or empty directory; None: next to `directory`, named after the current time.
+    new or empty directory; None: next to `directory`, named after the current time. `trust`: run the code of
+    the evaluation's reward, also if this user has not run it before.
 
     Raises:
-        UsageError: `directory` is not an evaluation, k > n, the reward does not exist, or `out` is not empty.
+        UsageError: `directory` is not an evaluation, k > n, the reward does not exist, `out` is not empty, or
+            the reward would execute code that this user has not allowed.
         EnvironmentFailure: a reward model is not available, or a disk is full.
     """
     document, before = read_evaluation(directory)
@@ -124,6 +140,8 @@ def regrade(
     ks = checked_ks(ks, int(about["sampling"]["n"]))
     if out:
         check_vacant(out)
+    if reward is None:
+        require_permission(directory, flat({"reward": document["reward"]}), trust=trust)
     reward_spec = chosen_reward(RewardSpec.model_validate(document["reward"]), reward)
     started = time.monotonic()
     with grading(reward_spec, int(about["sampling"]["max_response_length"])) as built:
@@ -171,8 +189,10 @@ class Grades:
         self, about: Mapping[str, Any], reward: RewardSpec, ks: Sequence[int], seconds: float, **others: Any
     ) -> Evaluation:
         """The evaluation with these results: arguments are fields of `Evaluation`, and the k of pass@k."""
-        scores = summarise(self.samples, ks, about["sampling"]["n"], reward.max_error_fraction)
-        return Evaluation(about, reward, scores, self.errors, seconds, timeouts=self.timeouts, **others)
+        bounds = score_range(reward, self.samples)
+        scores = summarise(self.samples, ks, about["sampling"]["n"], reward.max_error_fraction, bounds)
+        others |= {"timeouts": self.timeouts, "score_range": bounds}
+        return Evaluation(about, reward, scores, self.errors, seconds, **others)
 
 
 def grade(reward: Reward, samples: Sequence[EvalSample], progress: Callable[[int, int], None]) -> Grades:
@@ -186,8 +206,7 @@ def grade(reward: Reward, samples: Sequence[EvalSample], progress: Callable[[int
     errors: list[str] = []
     timeouts: Counter[str] = Counter()
     progress(0, len(samples))
-    for start in range(0, len(samples), _AT_ONCE):
-        chunk = samples[start : start + _AT_ONCE]
+    for chunk in _whole_questions(samples):
         result = reward.score([_as_episode(sample) for sample in chunk], read_answers=True)
         answers = result.answers or [None] * len(chunk)
         graded_chunk = zip(chunk, result.graded.tolist(), result.valid.tolist(), answers, strict=True)
@@ -201,6 +220,18 @@ def grade(reward: Reward, samples: Sequence[EvalSample], progress: Callable[[int
     return Grades(graded, errors, dict(timeouts))
 
 
+def _whole_questions(samples: Sequence[EvalSample]) -> Iterator[list[EvalSample]]:
+    """Splits samples into chunks of about `_AT_ONCE`, never within a question."""
+    chunk: list[EvalSample] = []
+    for question in by_question(samples):
+        chunk += question
+        if len(chunk) >= _AT_ONCE:
+            yield chunk
+            chunk = []
+    if chunk:
+        yield chunk
+
+
 @contextmanager
 def grading(
     spec: RewardSpec, max_response_length: int, tokenizer: Any = None
@@ -211,7 +242,6 @@ def grading(
     reward model is built on the first call, so that it does not share the device with the evaluated model.
     `tokenizer` is the policy's; None: unknown.
     """
-    from rlctl.batch import torch_device
     from rlctl.reward.build import build_reward
 
     with ExitStack() as stack:
@@ -219,7 +249,7 @@ def grading(
         @cache
         def reward() -> Reward:
             given = {"max_response_length": max_response_length, "tokenizer": tokenizer}
-            return stack.enter_context(closing(build_reward(spec, device=torch_device(), **given)))
+            return stack.enter_context(closing(build_reward(spec, **given)))
 
         if all(term.name != "model" for term in spec.all_terms):
             reward()

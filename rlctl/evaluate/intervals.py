@@ -24,25 +24,35 @@ class IntervalFigure:
     """A mean over questions and its 95 % confidence interval."""
 
     value: float  # the mean
-    #: low, high: the interval; None for one question, and for equal values outside [0, 1]
+    #: low, high: the interval; None for one question, and for equal values of unknown range
     low: float | None
     high: float | None
     num_questions: int  # number of values
     stderr: float | None = None  # standard error of the mean; 0 for equal values, None for one question
 
 
+#: Least and greatest possible value.
+Range = tuple[float, float]
+SHARE: Range = (0.0, 1.0)
+
+
 def estimate(
-    per_question: Sequence[float], *, is_share: bool = True, least: float = -math.inf, most: float = math.inf
+    per_question: Sequence[float],
+    *,
+    bounds: Range | None = SHARE,
+    least: float = -math.inf,
+    most: float = math.inf,
 ) -> IntervalFigure | None:
     """Mean and interval of one value per question; None without values.
 
-    No value can be below `least` or above `most`, so the interval ends there.
+    Values that are known to lie within `bounds` get Wilson's interval of their place there, a share, with the
+    effective sample size of the clustered mean, p (1 − p) / variance, and Student's quantile (Dean
+    and Pagano 2015). For the lower end, the variance contains one more question with the least value, for the
+    upper end one with the greatest: without it, questions that nearly all have the same value give a variance
+    that does not include the rare other ones. Coverage is simulated in tests/unit/evaluate.
 
-    Shares in [0, 1] get Wilson's interval with the effective sample size of the clustered mean,
-    p (1 − p) / variance, and Student's quantile (Dean and Pagano 2015). For the lower end, the variance
-    contains one more question with the value 0, for the upper end one with the value 1: without it, questions
-    that nearly all have the same value give a variance that does not include the rare other ones. Coverage
-    is simulated in tests/unit/evaluate. Other values get mean ± t·error.
+    Values without known bounds (None) get mean ± t·error, which `least` and `most` cut off, and no interval
+    if all are equal: what other values there may be cannot be guessed from them.
     """
     count = len(per_question)
     if count == 0:
@@ -56,8 +66,11 @@ def estimate(
     is_alike = max(per_question) - min(per_question) < ALIKE
     deviations = 0.0 if is_alike else math.fsum((value - mean) ** 2 for value in per_question)
     stderr = math.sqrt(deviations / (count - 1) / count)
-    if is_share and min(per_question) >= 0.0 and max(per_question) <= 1.0:
-        low, high = (_wilson(mean, deviations, count, quantile, end) for end in (0.0, 1.0))
+    if bounds is not None:
+        lowest, width = bounds[0], bounds[1] - bounds[0]
+        share = min(1.0, max(0.0, (mean - lowest) / width))
+        ends = (_wilson(share, deviations / width**2, count, quantile, end) for end in SHARE)
+        low, high = (lowest + width * end for end in ends)
         return IntervalFigure(mean, low, high, count, stderr)
     if is_alike:
         return IntervalFigure(mean, None, None, count, stderr)
@@ -76,16 +89,16 @@ class Difference(IntervalFigure):
 
 def paired(differences: Sequence[float], *, most: float = math.inf) -> Difference | None:
     """Mean, interval and test of one difference per question, at most ±`most`; None without values."""
-    found = estimate(differences, is_share=False, least=-most, most=most)
-    if found is None:
+    estimated = estimate(differences, bounds=None, least=-most, most=most)
+    if estimated is None:
         return None
-    if found.stderr is None:
-        return Difference(found.value, None, None, found.num_questions)
+    if estimated.stderr is None:
+        return Difference(estimated.value, None, None, estimated.num_questions)
     from scipy.stats import t
 
-    count, error = found.num_questions, found.stderr
-    p_value = 2.0 * float(t.sf(abs(found.value) / error, count - 1)) if error else None
-    return Difference(**asdict(found), p_value=p_value, deviation=error * math.sqrt(count))
+    count, error = estimated.num_questions, estimated.stderr
+    p_value = 2.0 * float(t.sf(abs(estimated.value) / error, count - 1)) if error else None
+    return Difference(**asdict(estimated), p_value=p_value, deviation=error * math.sqrt(count))
 
 
 def questions_needed(deviation: float, difference: float) -> int:

@@ -22,9 +22,9 @@ from rlctl.model_files import load_reader, local_directory
 from rlctl.registry import ROLLOUT_ENGINES, source_sha256
 from rlctl.rollout.engines import engine_outside_training, spec_outside_training
 from rlctl.rollout.hf import DTYPES
-from rlctl.rollout.protocol import step_seed
-from rlctl.spec.machine import native_dtype
-from rlctl.spec.run_spec import EngineSpec, RunSpec
+from rlctl.rollout.seeds import step_seed
+from rlctl.run_spec.machine import native_dtype
+from rlctl.run_spec.run_spec import EngineSpec, RunSpec
 from rlctl.user_code import files_of
 
 if TYPE_CHECKING:
@@ -76,19 +76,20 @@ class LocalModel:
             self.tokenizer,
             max_prompt_length=max_prompt_length,
             filter_overlong=True,
-            chat_template_kwargs=spec.data.chat_template_kwargs if spec else None,
+            chat_template_kwargs=plan.chat_template_kwargs,
         )
         self.rows, self.prompts = self._questions.rows, self._questions.texts
         self.identities = self.prompts
         self.num_overlong = self._questions.num_dropped
         self.about_sampling: dict[str, Any] = {"engine": plan.engine, "dtype": self._spec.engine.dtype}
         options = {"engine_kwargs": rollout.engine_kwargs, "engine_params": rollout.engine_params}
+        options["chat_template_kwargs"] = dict(plan.chat_template_kwargs)
         self.about_sampling |= {name: value for name, value in options.items() if value}
         if version := engine_version(plan.engine):
             self.about_sampling["engine_sha256"] = version
         environment = self._spec.environment
-        if environment.has_episodes:  # episodes depend on its code, and on further columns of the row
-            files = {str(file): sha256_of(file) for file in files_of(environment.name, *environment.others)}
+        if environment.is_multi_turn:  # episodes depend on its code, and on further columns of the row
+            files = {str(file): sha256_of(file) for file in files_of(*environment.code_names)}
             self.about_sampling["environment"] = environment.model_dump(mode="json") | {"files": files}
             self.identities = [
                 json.dumps([text, row.ground_truth, row.extra], sort_keys=True, default=str)
@@ -103,6 +104,7 @@ class LocalModel:
             "template_sha256": template,
         }
         self.settings = {"model": sha256, "template": template} | self.about_sampling
+        self.settings.pop("chat_template_kwargs", None)  # the prompts identify what they change
 
     def sample(self, pairs: Sequence[Pair]) -> Iterator[dict[Pair, Response]]:
         """Yields responses as they are sampled; none that the engine aborted.
@@ -114,7 +116,7 @@ class LocalModel:
         """
         request = self._request
         longest = max(len(self._questions.token_ids[question]) for question, _ in pairs)
-        if self._spec.environment.has_episodes:
+        if self._spec.environment.is_multi_turn:
             longest = max(longest, self._spec.max_length - self.sampling.max_response_length)
         with self._sampling_engine(longest) as engine:
             # An engine that forms its own batches is faster with more sequences per call.

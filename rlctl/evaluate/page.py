@@ -83,6 +83,11 @@ def score_notes(document: Mapping[str, Any]) -> Iterator[str]:
             "could not be graded, more than reward.max_error_fraction "
             f"({document['reward']['max_error_fraction']:g}): no score. Correct the grader, then --regrade"
         )
+    if document.get("score_range") is None and len(scores) > len(open_ones):
+        yield (
+            "the range of the reward is not known: its intervals are Student's, which miss rare other "
+            "rewards, and there is none where all questions have the same; declare reward.score_range: [0, 1]"
+        )
     if timeouts := document["timeouts"]:
         kinds = ", ".join(f"{kind}: {count:,}" for kind, count in sorted(timeouts.items()))
         count = sum(timeouts.values())
@@ -181,7 +186,7 @@ def chosen(samples: Sequence[EvalSample], max_text: int) -> list[EvalSample]:
         if text_left < 0:
             break
         kept.add(place)
-    return [sample for place, sample in enumerate(samples) if place in kept]
+    return [sample for index, sample in enumerate(samples) if index in kept]
 
 
 def _size(sample: EvalSample) -> int:

@@ -7,16 +7,16 @@ from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from rlctl.data.read import check_splits, load_rows
+from rlctl.data.read import load_rows
 from rlctl.data.schema import Row
 from rlctl.errors import UsageError
 from rlctl.files import matches, sha256_of
 from rlctl.prepare.benchmarks import Benchmark, all_benchmarks, benchmark_named, find_benchmark
+from rlctl.prepare.data_files import hub_name, is_prepared
 from rlctl.prepare.findings import placeholder_notes
-from rlctl.prepare.hub import hub_name
-from rlctl.prepare.recipes import Recipe, read_rows
+from rlctl.prepare.recipes import Recipe, names_column, read_rows
 from rlctl.prepare.sources import Source, find_sources, read_records
-from rlctl.spec.keys import closest
+from rlctl.run_spec.keys import closest
 
 _PROBLEMS_SHOWN = 5
 AUTO = Recipe()
@@ -55,44 +55,44 @@ def load_questions(
         EnvironmentFailure: a benchmark is not in the directory, and the hub cannot be reached; the fix names
             the file to download and where to put it.
     """
-    found = Questions([], [])
+    questions = Questions([], [])
     for name in names:
         if benchmark := benchmark_named(name):
-            _add_benchmark(found, benchmark, benchmarks_dir)
+            _add_benchmark(questions, benchmark, benchmarks_dir)
         elif columns == AUTO and hub_name(name) is None and _is_prepared(name):
-            found.rows.extend(load_rows([name], continue_final_message=continue_final_message))
-            found.files.append(name)
+            questions.rows.extend(load_rows([name], continue_final_message=continue_final_message))
+            questions.files.append(name)
         else:
             hub = hub_name(name)
             for source in find_sources([hub] if hub else list(map(str, matches(name)))):
                 recipe = replace(columns.resolve([source]), continue_final_message=continue_final_message)
-                found.rows.extend(_rows(source, recipe))
-                found.files.append(str(source.path))
-    found.notes.extend(placeholder_notes({"the data": found.rows}))
-    return found
+                questions.rows.extend(_rows(source, recipe))
+                questions.files.append(str(source.path))
+    questions.notes.extend(placeholder_notes({"the data": questions.rows}))
+    return questions
 
 
-def _add_benchmark(found: Questions, benchmark: Benchmark, directory: Path | None) -> None:
+def _add_benchmark(questions: Questions, benchmark: Benchmark, directory: Path | None) -> None:
     path = find_benchmark(benchmark, directory)
     source = Source(path, benchmark.dataset)
     first = next(read_records(source)).values or {}
     fix = benchmark.download_command("DIR")
     if missing := [name for name in benchmark.columns if name not in first]:
-        what = f"no column {', '.join(missing)} (it has {', '.join(first)})"
-        raise UsageError(f"not the file of {benchmark.name}: {what}", where=str(path), fix=fix)
+        message = f"no column {', '.join(missing)} (it has {', '.join(first)})"
+        raise UsageError(f"not the file of {benchmark.name}: {message}", where=str(path), fix=fix)
     rows = _rows(source, benchmark.to_recipe())
     if len(rows) != benchmark.num_questions:
-        what = f"{benchmark.name} has {benchmark.num_questions:,} questions, this file has {len(rows):,}"
-        raise UsageError(what, where=str(path), fix=fix)
+        message = f"{benchmark.name} has {benchmark.num_questions:,} questions, this file has {len(rows):,}"
+        raise UsageError(message, where=str(path), fix=fix)
     sha256 = sha256_of(path)
     if benchmark.sha256 and sha256 != benchmark.sha256:
-        found.notes.append(
+        questions.notes.append(
             f"{benchmark.name}: {path.name} is not byte for byte the file of the pinned revision; "
             f"its columns and its {len(rows):,} rows fit"
         )
-    found.rows.extend(rows)
-    found.files.append(str(path))
-    found.benchmarks.append(asdict(benchmark) | {"sha256": sha256, "sha256_pinned": benchmark.sha256})
+    questions.rows.extend(rows)
+    questions.files.append(str(path))
+    questions.benchmarks.append(asdict(benchmark) | {"sha256": sha256, "sha256_pinned": benchmark.sha256})
 
 
 def _is_prepared(name: str) -> bool:
@@ -103,44 +103,25 @@ def _is_prepared(name: str) -> bool:
         meant = f"did you mean `{nearest}`? Else " if nearest else ""
         fix = f"{meant}name a file, or a benchmark: {', '.join(all_benchmarks())}"
         raise UsageError("no such file or directory", where=f"--data {name}", fix=fix)
-    inside: list[Path] = []
-    for path in paths:
-        files = [path] if path.is_file() else sorted(path.glob("*.parquet"))
-        check_splits(path, files)
-        inside += files
-    return bool(inside) and all(_has_row_schema(file) for file in inside)
-
-
-def _has_row_schema(file: Path) -> bool:
-    import pyarrow as pa
-    import pyarrow.parquet as pq
-
-    if file.suffix.lower() != ".parquet":
-        return False
-    try:
-        names = pq.read_schema(file).names
-    except (pa.ArrowException, OSError):
-        return True  # `load_rows` reports the problem
-    return "reward_model" in names or {"data_source", "prompt"} <= set(names)
+    return all(map(is_prepared, paths))
 
 
 def _rows(source: Source, recipe: Recipe) -> list[Row]:
     """Reads the rows of a file with a recipe; raises a UsageError if any row cannot be used."""
     read = list(read_rows(source, recipe))
-    problems = [
-        f"{record.where}: {problem or 'no answer'}"
-        for record, row, problem in read
-        if row is None or not row.ground_truth
-    ]
+    problems = [f"{record.where}: {problem}" for record, row, problem in read if row is None]
     if problems:
         shown = problems[:_PROBLEMS_SHOWN]
         if len(problems) > len(shown):
             shown.append(f"and {len(problems) - len(shown)} more")
         lines = "".join(f"\n  {line}" for line in shown)
+        by_recipe = (
+            f"they were read by the recipe {recipe.name}: pass --recipe, --prompt-key or --answer-key, or "
+        )
+        fix = "remove them (`rlctl prepare-data` can quarantine bad rows)"
         raise UsageError(
             f"{len(problems)} of {len(read)} rows cannot be used:{lines}",
             where=str(source.path),
-            fix=f"they were read by the recipe {recipe.name}: pass --recipe, --prompt-key or --answer-key, "
-            "or remove them (`rlctl prepare-data` can quarantine bad rows)",
+            fix=f"{by_recipe}or {fix}" if any(map(names_column, problems)) else fix,
         )
-    return [row for _, row, _ in read if row is not None]
+    return [replace(row, extra=row.stored_extra) for _, row, _ in read if row is not None]

@@ -8,6 +8,7 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
+from typing import Any
 
 from pydantic import ValidationError
 
@@ -16,18 +17,23 @@ from rlctl.errors import UsageError
 from rlctl.evaluate.questions import AUTO, Questions, load_questions
 from rlctl.files import check_vacant
 from rlctl.model_files import config_directory
-from rlctl.prepare.hub import local_files
+from rlctl.prepare.data_files import local_files
+from rlctl.prepare.needs import check_needs
 from rlctl.prepare.recipes import Recipe
 from rlctl.rollout.engines import chosen_engine
 from rlctl.rollout.protocol import Sampling
-from rlctl.spec.environment import EnvironmentSpec
-from rlctl.spec.load import LEFT_TO_THE_USER, RUN_SPEC_FILE, load_spec, recorded_spec
-from rlctl.spec.rollout import DataSpec, OverlongSpec, RewardSpec
-from rlctl.spec.run_spec import RunSpec
+from rlctl.run_spec.environment import EnvironmentSpec
+from rlctl.run_spec.load import LEFT_TO_THE_USER, RUN_SPEC_FILE, load_spec, recorded_spec
+from rlctl.run_spec.rollout import DataSpec, OverlongSpec, RewardSpec
+from rlctl.run_spec.run_spec import RunSpec
 from rlctl.tiny.game import embedded_task
+from rlctl.track.open_run import chosen_step
 from rlctl.track.redaction import is_masked
+from rlctl.track.trust import require_permission, values_of
 from rlctl.user_code import absolute_name
 
+#: Name of the engine of models behind an API, before the URL.
+API_ENGINE = "openai"
 DEFAULT_KS = (1, 4, 8)
 #: Dividing logits of some hundreds by a smaller temperature overflows float32.
 MIN_TEMPERATURE = 1e-30
@@ -40,7 +46,10 @@ class EvaluateRequest:
     model_or_run: str  # run directory, model directory or hub id
     #: benchmarks by name, and files; empty: the validation files of the run
     data: list[str] = field(default_factory=list)
+    step: int | str | None = None  # of the run: its number, or `best`; None: the newest checkpoint
     columns: Recipe = AUTO  # for files not in verl's row schema
+    #: variables of the chat template, `{"enable_thinking": false}`, in addition to those of the run
+    chat_template_kwargs: dict[str, Any] | None = None
     continue_final_message: bool = False  # as `data.continue_final_message`; also if the run has it
     #: directory of benchmark files; None: `$RLCTL_BENCHMARKS`, else the hub
     benchmarks_dir: Path | None = None
@@ -57,12 +66,14 @@ class EvaluateRequest:
     reward: str | None = None
     #: name of an environment, `file.py:Class`, or a YAML file with the section `environment`; None: the run's
     environment: str | None = None
-    #: rollout engine, as `rollout.name` of a spec; None: that of the run, else `hf`
+    #: rollout engine, as `rollout.name` of a spec, or `openai:URL` for a model behind an API; None: that of
+    #: the run, else `hf`
     engine: str | None = None
     fresh: bool = False  # replace stored responses
     #: output directory, new or empty; None: `evaluations/<time>` in the run or in the current directory
     out: Path | None = None
     batch_size: int = 256  # sequences per generation batch
+    trust: bool = False  # run the code that the run's spec names, also if no run of this user has written it
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,6 +102,17 @@ class Plan:
     reward: RewardSpec  # grades the responses
     environment: EnvironmentSpec  # in which episodes are sampled
     questions: Questions  # truncated to the limit of the request
+    chat_template_kwargs: Mapping[str, Any]  # variables of the chat template
+
+    @property
+    def is_behind_api(self) -> bool:
+        """Whether the model is at a server, and this machine has no files of it."""
+        return is_api(self.engine)
+
+
+def is_api(engine: str | None) -> bool:
+    """Whether `--engine` names a server instead of an engine of this machine."""
+    return engine is not None and engine.startswith(f"{API_ENGINE}:")
 
 
 def check_request(request: EvaluateRequest) -> Plan:
@@ -98,7 +120,7 @@ def check_request(request: EvaluateRequest) -> Plan:
 
     Raises:
         UsageError: k > n, the model or run does not exist, there is no data, an option is invalid, or `out`
-            is not empty.
+            is not empty, or the run would execute code that this user has not allowed.
         EnvironmentFailure: a benchmark is not available.
     """
     _check_sampling(request)
@@ -107,7 +129,8 @@ def check_request(request: EvaluateRequest) -> Plan:
         check_vacant(request.out)
     chosen_reward(RewardSpec(), request.reward)
     named = chosen_environment(request.environment)
-    target = find_target(request.model_or_run, request.data)
+    behind_api = is_api(request.engine)
+    target = find_target(request.model_or_run, request.data, request.step, behind_api=behind_api)
     questions = load_questions(
         request.data or target.data_files,
         request.columns,
@@ -123,40 +146,68 @@ def check_request(request: EvaluateRequest) -> Plan:
                 first.append(row)
         questions = replace(questions, rows=first)
     own = RewardSpec() if target.spec is None or questions.benchmarks else target.spec.reward
+    if target.run_dir is not None and target.spec is not None:
+        sections = {"model", "rollout"} | ({"environment"} if named is None else set())
+        sections |= {"reward"} if request.reward is None and own is target.spec.reward else set()
+        require_permission(
+            target.run_dir,
+            values_of(target.spec, request.engine),
+            sections=sections,
+            trust=request.trust,
+            model_dir=Path(target.model_path),
+        )
     reward = chosen_reward(own, request.reward)
     environment = named or (EnvironmentSpec() if target.spec is None else target.spec.environment)
-    lengths(request, target, _context_in(config_directory(target.model_path)))
-    engine = chosen_engine(target.spec, request.engine, "--engine")
-    return Plan(request, ks, target, engine, reward, environment, questions)
+    check_needs(questions.rows, reward, environment)
+    lengths(request, target, None if behind_api else _context_in(config_directory(target.model_path)))
+    engine = str(request.engine) if behind_api else chosen_engine(target.spec, request.engine, "--engine")
+    of_run = {} if target.spec is None else target.spec.data.chat_template_kwargs
+    variables = {**of_run, **(request.chat_template_kwargs or {})}
+    return Plan(request, ks, target, engine, reward, environment, questions, variables)
 
 
-def find_target(model_or_run: str, data_files: list[str]) -> Target:
+def find_target(
+    model_or_run: str, data_files: list[str], step: int | str | None = None, *, behind_api: bool = False
+) -> Target:
     """Determines whether a name is a run directory or a model, and finds its checkpoint and data.
+
+    With `behind_api` it is a model's name at a server.
 
     Raises:
         UsageError: a model is given without data, or the run has no checkpoint or no readable spec, or no
             data is given and the run has no validation files.
     """
+    if behind_api and data_files and step is None:
+        note = (
+            "the server, not a hash of its files, says which model answered and how it rendered the prompts"
+        )
+        return Target(model_or_run, data_files, notes=(note,))
     path = Path(model_or_run).expanduser()
     if (path / RUN_SPEC_FILE).is_file():
-        return _run_target(path, data_files)
+        return _run_target(path, data_files, step)
+    if step is not None:
+        message = f"`{model_or_run}` is no run, and a model has no steps"
+        raise UsageError(message, where="--step", fix="leave it out, or name the run's directory")
     if data_files:
         return Target(str(path) if path.exists() else model_or_run, data_files)
     is_there = path.exists()
-    what = "is not a run directory" if is_there else "does not exist here; a model of the hub needs --data"
+    message = "is not a run directory" if is_there else "does not exist here; a model of the hub needs --data"
     fix = f"name a directory with a {RUN_SPEC_FILE}, such as runs/rlctl/run-…; for a model add --data FILE"
-    raise UsageError(f"`{model_or_run}` {what}", where="MODEL_OR_RUN", fix=fix)
+    raise UsageError(f"`{model_or_run}` {message}", where="MODEL_OR_RUN", fix=fix)
 
 
-def _run_target(run_dir: Path, data_files: list[str]) -> Target:
+def _run_target(run_dir: Path, data_files: list[str], step: int | str | None) -> Target:
     spec = recorded_spec(run_dir / RUN_SPEC_FILE)
-    checkpoint, notes = checkpoint_of_run(run_dir)
-    data_files = data_files or local_files(spec.data.val_files, split="test")
+    checkpoint, notes = checkpoint_of_run(run_dir, chosen_step(run_dir, step))
+    continues = spec.data.continue_final_message
+    data_files = data_files or local_files(
+        spec.data.val_files, split="test", reward=spec.reward, continue_final_message=continues
+    )
     if not data_files and spec.is_embedded:
         data_files = [str(embedded_task(spec).val_file)]
     if not data_files:
-        what = "the run has no validation files (data.val_files)"
-        raise UsageError(what, where=str(run_dir), fix="add --data FILE")
+        message = "the run has no validation files (data.val_files)"
+        raise UsageError(message, where=str(run_dir), fix="add --data FILE")
     return Target(
         str(checkpoint.model_dir),
         data_files,
@@ -232,8 +283,8 @@ def chosen_reward(own: RewardSpec, name: str | None) -> RewardSpec:
         reason = error.errors()[0]["msg"].removeprefix("Value error, ")
         raise UsageError(f"no such reward: {name}", where="--reward", fix=reason) from error
     if is_masked(reward):
-        what = "a parameter of the run's reward is masked in spec.yaml"
-        raise UsageError(what, where="reward", fix="restore it there, or add --reward")
+        message = "a parameter of the run's reward is masked in spec.yaml"
+        raise UsageError(message, where="reward", fix="restore it there, or add --reward")
     for one in reward.all_terms:
         file = one.name.rpartition(":")[0]
         if file and not Path(file).is_file():
@@ -278,15 +329,17 @@ def _check_sampling(request: EvaluateRequest) -> None:
         if value is not None and value < 1:
             raise UsageError(f"{value} is not a positive integer", where=f"--{name.replace('_', '-')}")
     if request.temperature != 0.0 and not MIN_TEMPERATURE <= request.temperature < math.inf:
-        what = f"sampling is not possible at a temperature of {request.temperature:g}"
-        raise UsageError(what, where="--temperature", fix="for the most likely tokens: --temperature 0 --n 1")
+        message = f"sampling is not possible at a temperature of {request.temperature:g}"
+        raise UsageError(
+            message, where="--temperature", fix="for the most likely tokens: --temperature 0 --n 1"
+        )
     if request.temperature == 0.0 and request.n > 1:
-        what = f"temperature 0 always selects the most likely token: {request.n} responses would be equal"
-        raise UsageError(what, where="--temperature", fix="add --n 1, or sample at a temperature above 0")
+        message = f"temperature 0 always selects the most likely token: {request.n} responses would be equal"
+        raise UsageError(message, where="--temperature", fix="add --n 1, or sample at a temperature above 0")
     if not 0.0 < request.top_p <= 1.0:
         wrong = f"--top-p must be above 0 and at most 1, not {request.top_p:g}"
-        what = wrong if request.top_p else "--top-p 0 leaves no token"
-        raise UsageError(what, where="--top-p", fix="for the most likely token: --temperature 0")
+        message = wrong if request.top_p else "--top-p 0 leaves no token"
+        raise UsageError(message, where="--top-p", fix="for the most likely token: --temperature 0")
 
 
 def _context_in(directory: Path) -> int | None:

@@ -14,6 +14,7 @@ import pyarrow.parquet as pq
 from rlctl.data.prompts import messages_of
 from rlctl.data.schema import Row
 from rlctl.errors import UsageError, first_line
+from rlctl.files import encodable
 
 SAMPLES_FILE = "samples.parquet"
 
@@ -129,6 +130,4 @@ def by_question(samples: Sequence[EvalSample]) -> Iterator[list[EvalSample]]:
 def _row(sample: EvalSample) -> dict[str, Any]:
     values = {each.name: getattr(sample, each.name) for each in fields(EvalSample)}
     values |= {name: json.dumps(values[name]) for name in _AS_JSON}
-    # A tokenizer may produce lone surrogates, which cannot be encoded as UTF-8.
-    texts = {name: value for name, value in values.items() if isinstance(value, str)}
-    return values | {name: text.encode("utf-8", "replace").decode() for name, text in texts.items()}
+    return values | {name: encodable(text) for name, text in values.items() if isinstance(text, str)}

@@ -2,15 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, replace
 
-from rlctl.evaluate.intervals import IntervalFigure, estimate
+from rlctl.errors import UsageError
+from rlctl.evaluate.intervals import SHARE, IntervalFigure, Range, estimate
 from rlctl.evaluate.samples import EvalSample, by_question
+from rlctl.registry import GRADERS
+from rlctl.reward.build import grader_for
+from rlctl.run_spec.rollout import RewardSpec
+from rlctl.user_code import is_file_function
 
 #: Minimum reward of a right response, for pass@k.
 RIGHT = 1.0
 OVERALL = "overall"
+#: Relative error of a float32 reward.
+_ROUNDING = 1e-6
 
 
 def pass_at_k(n: int, c: int, k: int) -> float:
@@ -30,6 +37,46 @@ def pass_at_k(n: int, c: int, k: int) -> float:
     for draw in range(k):
         all_wrong *= max(0, n - c - draw) / (n - draw)
     return 1.0 - all_wrong
+
+
+def score_range(reward: RewardSpec, samples: Sequence[EvalSample] = ()) -> Range | None:
+    """Least and greatest reward that is possible; None if it is not known.
+
+    `reward.score_range` declares it, else the graders of all terms do (`score_range` of `register`). It is
+    never taken from rewards, and not known if a reward of `samples` is outside, or an environment adds its
+    own.
+    """
+    least = most = 0.0
+    if reward.score_range is not None:
+        least, most = reward.score_range
+    elif any(sample.environment_reward is not None for sample in samples):
+        return None
+    else:
+        sources = {sample.data_source for sample in samples}
+        for term in reward.all_terms:
+            ends = _range_of_grader(term.name, sources)
+            if ends is None:
+                return None
+            weighted = sorted(term.weight * end for end in ends)
+            least, most = least + weighted[0], most + weighted[1]
+    slack = _ROUNDING * max(1.0, abs(least), abs(most))
+    is_inside = all(least - slack <= reward <= most + slack for reward in _rewards(samples))
+    return (least, most) if is_inside and least < most else None
+
+
+def _range_of_grader(name: str, sources: Collection[str]) -> Range | None:
+    """The range of a grader's scores; of `auto` on rows of these sources."""
+    if is_file_function(name):  # only grading processes import it
+        return None
+    names = {grader_for(source) for source in sources} if name == "auto" else {name}
+    try:
+        ranges = [GRADERS.part(one).score_range for one in names]
+    except UsageError:  # of a package that is not installed here
+        return None
+    known = [ends for ends in ranges if ends is not None]
+    if not known or len(known) < len(ranges):
+        return None
+    return min(least for least, _ in known), max(most for _, most in known)
 
 
 def majority_reward(answers: Sequence[str | None], rewards: Sequence[float]) -> float:
@@ -69,13 +116,13 @@ class Question:
         """
         rewards = _rewards(self.graded)
         count, right = len(rewards), sum(reward >= RIGHT for reward in rewards)
-        found: dict[str, float | None] = {"avg": _mean(rewards) if rewards else None}
-        found |= {f"pass@{k}": pass_at_k(count, right, k) if count >= k else None for k in ks}
+        values: dict[str, float | None] = {"avg": _mean(rewards) if rewards else None}
+        values |= {f"pass@{k}": pass_at_k(count, right, k) if count >= k else None for k in ks}
         if n > 1:
             answers = [voter.answer for voter in self.graded[:n]]
             has_vote = bool(answers) and self.has_votes
-            found[f"maj@{n}"] = majority_reward(answers, rewards[:n]) if has_vote else None
-        return found
+            values[f"maj@{n}"] = majority_reward(answers, rewards[:n]) if has_vote else None
+        return values
 
 
 @dataclass(frozen=True, slots=True)
@@ -97,7 +144,11 @@ class Score:
 
 
 def summarise(
-    samples: Sequence[EvalSample], ks: Sequence[int], n: int, max_error_fraction: float = 1.0
+    samples: Sequence[EvalSample],
+    ks: Sequence[int],
+    n: int,
+    max_error_fraction: float = 1.0,
+    bounds: Range | None = SHARE,
 ) -> list[Score]:
     """One `Score` per data source, by name, and if there are several sources a last one over all questions.
 
@@ -107,15 +158,16 @@ def summarise(
         n: requested responses per question.
         max_error_fraction: if the grader failed on a larger share of the samples of a score, it has no
             metrics.
+        bounds: of the rewards, see `score_range`.
     """
     by_source: dict[str, list[Question]] = {}
     for question in questions_of(samples):
         by_source.setdefault(question.data_source, []).append(question)
-    limit = max_error_fraction
-    scores = [_score(source, by_source[source], ks, n, limit) for source in sorted(by_source)]
+    about = (ks, n, max_error_fraction, bounds)
+    scores = [_score(source, by_source[source], *about) for source in sorted(by_source)]
     if len(scores) > 1:
         everything = [question for group in by_source.values() for question in group]
-        scores.append(_score(OVERALL, everything, ks, n, limit))
+        scores.append(_score(OVERALL, everything, *about))
     return scores
 
 
@@ -134,7 +186,12 @@ def questions_of(samples: Sequence[EvalSample]) -> list[Question]:
 
 
 def _score(
-    name: str, questions: list[Question], ks: Sequence[int], n: int, max_error_fraction: float
+    name: str,
+    questions: list[Question],
+    ks: Sequence[int],
+    n: int,
+    max_error_fraction: float,
+    bounds: Range | None,
 ) -> Score:
     num_samples = sum(len(question.samples) for question in questions)
     score = Score(
@@ -143,10 +200,10 @@ def _score(
         num_samples=num_samples,
         num_grader_errors=num_samples - sum(len(question.graded) for question in questions),
         num_short=sum(len(question.graded) < n for question in questions),
-        figures=_means(questions, ks, n),
+        figures=_means(questions, ks, n, bounds),
         truncated_fraction=estimate([_mean([s.truncated for s in q.samples]) for q in questions]),
         mean_length=estimate(
-            [_mean([s.num_tokens for s in q.samples]) for q in questions], is_share=False, least=0.0
+            [_mean([s.num_tokens for s in q.samples]) for q in questions], bounds=None, least=0.0
         ),
         grader_error_fraction=estimate([_mean([s.reward is None for s in q.samples]) for q in questions]),
     )
@@ -155,13 +212,21 @@ def _score(
     return replace(score, figures=dict.fromkeys(score.figures), is_withheld=True)
 
 
-def _means(questions: list[Question], ks: Sequence[int], n: int) -> dict[str, IntervalFigure | None]:
+def bounds_of(figure: str, rewards: Range | None) -> Range | None:
+    """Bounds of a metric: pass@k is a share, the others are means of rewards."""
+    return SHARE if figure.startswith("pass@") else rewards
+
+
+def _means(
+    questions: list[Question], ks: Sequence[int], n: int, bounds: Range | None
+) -> dict[str, IntervalFigure | None]:
     """Each metric, averaged over the questions that have a value."""
     found = [question.figures(ks, n) for question in questions]
-    return {
-        name: estimate([value for values in found if (value := values[name]) is not None])
-        for name in found[0]
-    }
+    means = {}
+    for name in found[0]:
+        values = [value for figures in found if (value := figures[name]) is not None]
+        means[name] = estimate(values, bounds=bounds_of(name, bounds))
+    return means
 
 
 def _mean(values: Sequence[float]) -> float:

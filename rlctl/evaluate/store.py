@@ -90,8 +90,8 @@ class ResponseStore:
     def add(self, responses: Mapping[Key, Response]) -> None:
         """Stores responses, so that they survive if this process is killed."""
         rows = [
-            (*key, json.dumps(one.text), one.truncated, one.num_tokens, one.reward)
-            for key, one in responses.items()
+            (*key, json.dumps(response.text), response.truncated, response.num_tokens, response.reward)
+            for key, response in responses.items()
         ]
         with self._failing(), self._rows:
             self._rows.executemany("INSERT OR REPLACE INTO responses VALUES (?, ?, ?, ?, ?, ?, ?, ?)", rows)
@@ -104,10 +104,10 @@ class ResponseStore:
         except OSError as error:
             raise cache_failure("responses cannot be stored", self.directory, error) from error
         except sqlite3.OperationalError as error:  # a full disk, a missing permission
-            what = f"responses cannot be stored: {error}"
-            raise EnvironmentFailure(what, where=where, fix="free space, or set RLCTL_CACHE") from error
+            message = f"responses cannot be stored: {error}"
+            raise EnvironmentFailure(message, where=where, fix="free space, or set RLCTL_CACHE") from error
         except (sqlite3.DatabaseError, ValueError) as error:
-            what = f"the stored responses cannot be read: {error}"
+            message = f"the stored responses cannot be read: {error}"
             raise RunFailure(
-                what, where=where, fix="delete it; its responses are then sampled again"
+                message, where=where, fix="delete it; its responses are then sampled again"
             ) from error

@@ -46,31 +46,31 @@ class Cause:
     share: float = 0.0  # explained fraction of the initial mean |log-ratio|
 
 
-def causes(found: Examination) -> list[Cause]:
+def causes(examination: Examination) -> list[Cause]:
     """All causes found: each explains most of what the previous ones leave."""
     everything: list[Cause] = []
-    for taken in found.explanation.taken:
+    for taken in examination.explanation.taken:
         if taken.factor == "sampling":
-            everything += _sampling(found, taken)
+            everything += _sampling(examination, taken)
         else:
             describe = _prompt if taken.factor == "prompt" else _shift
-            cause = describe(found, taken.after)
-            before, after = found.scorer.gap(taken.before), found.scorer.gap(taken.after)
+            cause = describe(examination, taken.after)
+            before, after = examination.scorer.gap(taken.before), examination.scorer.gap(taken.after)
             everything.append(replace(cause, before=before, after=after))
-    everything += _dtype(found)
-    scale = found.start.abs_mean or 1.0
-    for place, cause in enumerate(everything):
+    everything += _dtype(examination)
+    scale = examination.start.abs_mean or 1.0
+    for index, cause in enumerate(everything):
         if cause.before and cause.after:
             explained = max(cause.before.abs_mean - cause.after.abs_mean, 0.0)
-            everything[place] = replace(cause, share=explained / scale)
+            everything[index] = replace(cause, share=explained / scale)
     return everything
 
 
 def _shift(found: Examination, after: ScoringVariant) -> Cause:
     whose = "following" if after.shift == 1 else "preceding"
-    what = f"each log-prob reported is that of the {whose} token"
+    message = f"each log-prob reported is that of the {whose} token"
     fix = "log-prob t must be that of response token t; logits at a position predict the next one"
-    return Cause("shifted log-probs", what, fix)
+    return Cause("shifted log-probs", message, fix)
 
 
 def _prompt(found: Examination, after: ScoringVariant) -> Cause:
@@ -81,57 +81,59 @@ def _prompt(found: Examination, after: ScoringVariant) -> Cause:
     theirs = sides.engine_tokenizer or sides.tokenizer
     another = value == ENGINE and theirs.chat_template != sides.tokenizer.chat_template
     if another or value in {NO_GENERATION_PROMPT, NO_TEMPLATE}:
-        what = "of another template" if value == ENGINE else f"with {value}"
+        message = "of another template" if value == ENGINE else f"with {value}"
         fix = "give the engine the trainer's token ids, or both sides one chat template"
-        return Cause("chat template", f"the engine reads prompts {what}{hidden}: {where}", fix)
-    what = "other token ids" if value == ENGINE else f"prompts with {value}"
+        return Cause("chat template", f"the engine reads prompts {message}{hidden}: {where}", fix)
+    message = "other token ids" if value == ENGINE else f"prompts with {value}"
     fix = (
         "give the engine token ids instead of text; a template that writes the start token must be "
         "tokenised without adding another"
     )
-    return Cause("token ids", f"the engine reads {what}{hidden}: {where}", fix)
+    return Cause("token ids", f"the engine reads {message}{hidden}: {where}", fix)
 
 
-def _sampling(found: Examination, taken: Taken) -> Iterator[Cause]:
+def _sampling(examination: Examination, taken: Taken) -> Iterator[Cause]:
     """The causes from `sampling`: log-prob mode; or temperature, truncation or both, with their gaps."""
-    gap, asked, reported = found.scorer.gap, found.sides.asked, taken.after.sampling
+    gap, asked, reported = examination.scorer.gap, examination.sides.asked, taken.after.sampling
     before, after = gap(taken.before), gap(taken.after)
     if reported == SamplingSettings(1.0):  # another one was requested
         spec = " ".join(("rollout.temperature=1", *_spec(asked.cut)))
-        what = f"the log-probs reported are those of {reported} (the raw ones), {asked} was requested"
-        yield Cause("log-prob mode", what, _PROCESSED, (spec,), before, after)
+        message = f"the log-probs reported are those of {reported} (the raw ones), {asked} was requested"
+        yield Cause("log-prob mode", message, _PROCESSED, (spec,), before, after)
         return
     trained = taken.before.sampling.cut
     middle = gap(taken.before.changed("sampling", SamplingSettings(reported.temperature, trained)))
     value = f"{reported.temperature:.3g}"
     if reported.temperature != asked.temperature:
-        what = f"the engine samples at temperature {value}, {asked.temperature:.3g} was requested"
-        yield Cause("temperature", what, _EXPLICIT, (f"rollout.temperature={value}",), before, middle)
+        message = f"the engine samples at temperature {value}, {asked.temperature:.3g} was requested"
+        yield Cause("temperature", message, _EXPLICIT, (f"rollout.temperature={value}",), before, middle)
     if reported.cut == trained:
         return
-    what, fix = f"the engine samples with {reported.cut}, {asked.cut} was requested", _EXPLICIT
+    message, fix = f"the engine samples with {reported.cut}, {asked.cut} was requested", _EXPLICIT
     if reported.cut.is_like(asked.cut):
-        what = f"the engine samples with {asked.cut}, as requested; the trainer scores the whole distribution"
+        message = (
+            f"the engine samples with {asked.cut}, as requested; the trainer scores the whole distribution"
+        )
         fix = (
             "sample without truncation, or set rollout.exact_sampling: "
             "the removed probability mass biases every ratio"
         )
-    yield Cause("truncation", what, fix, _spec(reported.cut), middle, after)
+    yield Cause("truncation", message, fix, _spec(reported.cut), middle, after)
 
 
 def _spec(cut: Cut) -> tuple[str, ...]:
     return (_CUT_OFF[cut.kind],) if cut.kind in _CUT_OFF else ()
 
 
-def _dtype(found: Examination) -> Iterator[Cause]:
+def _dtype(examination: Examination) -> Iterator[Cause]:
     """The engine's precision, if the same engine in the trainer's closes the gap."""
-    if found.same_precision is None:
+    if examination.same_precision is None:
         return
-    theirs, own = found.sides.dtype, _DTYPES[str(found.scorer.model.dtype)]
-    what = f"the engine computes in {theirs}, the trainer in {own}"
+    theirs, own = examination.sides.dtype, _DTYPES[str(examination.scorer.model.dtype)]
+    message = f"the engine computes in {theirs}, the trainer in {own}"
     spec = [f"rollout.dtype={own}", *([f"engine.dtype={theirs}"] if theirs in _DTYPES.values() else [])]
     fix = "use one precision on both sides"
-    yield Cause("dtype", what, fix, tuple(spec), found.left, found.same_precision)
+    yield Cause("dtype", message, fix, tuple(spec), examination.left, examination.same_precision)
 
 
 def open_questions(found: Examination) -> list[str]:
@@ -147,12 +149,12 @@ def open_questions(found: Examination) -> list[str]:
     return notes
 
 
-def remainder(found: Examination) -> str | None:
+def remainder(examination: Examination) -> str | None:
     """Possible origin of the part of the gap that no cause explains; None: there is no such part."""
-    left = found.same_precision or found.left
-    if left.agrees or left.abs_mean <= 0.1 * found.start.abs_mean:
+    left = examination.same_precision or examination.left
+    if left.agrees or left.abs_mean <= 0.1 * examination.start.abs_mean:
         return None
-    rounding = found.scorer.rounding(found.explanation.start)
+    rounding = examination.scorer.rounding(examination.explanation.start)
     size = f"a mean |log-ratio| of {left.abs_mean:.2g} is not explained"
     if left.abs_mean <= 2.0 * rounding:
         return f"{size}, as large as rounding differences ({rounding:.2g}): another precision or kernel"

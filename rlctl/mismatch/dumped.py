@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import chain, compress
 from typing import Any
@@ -20,7 +20,7 @@ from rlctl.errors import RlctlError, UsageError
 from rlctl.model_files import model_directory
 from rlctl.rollout.hf import DTYPES, truncation
 from rlctl.rollout.protocol import sampling_of
-from rlctl.spec.run_spec import RunSpec
+from rlctl.run_spec.run_spec import RunSpec
 from rlctl.tiny.game import embedded_task
 from rlctl.track.open_run import RunRecord
 from rlctl.track.rollouts import KEPT
@@ -43,6 +43,12 @@ class DumpedStep:
     trained: Tensor  # (M,) of the trained policy; NaN: not graded
 
 
+def spread_over(rows: Sequence[Any], count: int) -> list[Any]:
+    """At most `count` rows, at equal distances."""
+    count = min(count, len(rows))
+    return [rows[index * len(rows) // count] for index in range(count)]
+
+
 def dumped_steps(record: RunRecord) -> Iterator[DumpedStep]:
     """The steps with dumped rollouts, in order.
 
@@ -51,12 +57,12 @@ def dumped_steps(record: RunRecord) -> Iterator[DumpedStep]:
     """
     for step in record.rollout_steps():
         rows = [row for row in record.rollouts(step).to_pylist() if any(row["sampled"])]
-        rows = rows[:: max(len(rows) // PER_STEP, 1)][:PER_STEP]
+        rows = spread_over(rows, PER_STEP)
         if not rows:
             continue
         if any(row["sampled"][0] for row in rows):
-            what = "the dump has no prompts, so that its responses cannot be scored"
-            raise UsageError(what, where=f"{record.path}, step {step}")
+            message = "the dump has no prompts, so that its responses cannot be scored"
+            raise UsageError(message, where=f"{record.path}, step {step}")
         sampled = [np.array(row["sampled"], dtype=bool) for row in rows]
         mask = np.concatenate(sampled)
 
@@ -92,14 +98,14 @@ class Kept:
 
 def kept_weights(record: RunRecord) -> tuple[list[Kept], list[str]]:
     """The initial policy and the intact checkpoints by version, then the base of LoRA; notes on others."""
-    spec, notes, found = record.spec, [], {}
+    spec, notes, weights = record.spec, [], {}
     for path in record.checkpoints:
         problem, checkpoint = verify(path)
         if checkpoint is None:
             notes.append(f"{path.name} is damaged and left out: {problem}")
         else:
             state = checkpoint.state
-            found[state.policy_version] = Kept(
+            weights[state.policy_version] = Kept(
                 f"step {state.step}", state.policy_version, str(checkpoint.model_dir)
             )
     base = []
@@ -108,10 +114,10 @@ def kept_weights(record: RunRecord) -> tuple[list[Kept], list[str]]:
         if spec.model.lora_adapter_path:
             base = [Kept(BASE, None, start)]
         else:
-            found[0] = Kept("the initial policy" + (f", {BASE}" if spec.model.lora_rank else ""), 0, start)
+            weights[0] = Kept("the initial policy" + (f", {BASE}" if spec.model.lora_rank else ""), 0, start)
     except RlctlError as error:
         notes.append(f"the initial policy is left out: {error.what}")
-    return [*(found[version] for version in sorted(found)), *base], notes
+    return [*(weights[version] for version in sorted(weights)), *base], notes
 
 
 @dataclass(frozen=True, slots=True)

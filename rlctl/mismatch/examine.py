@@ -13,7 +13,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from rlctl.batch import Task, TokenBatch
+from rlctl.batch import Task
 from rlctl.data.prompts import Renderer
 from rlctl.data.schema import Row
 from rlctl.environment.single_turn import sample_episodes
@@ -26,7 +26,8 @@ from rlctl.mismatch.variants import (
     renderings,
     token_ids,
 )
-from rlctl.rollout.protocol import ResponseSampler, Sampling, step_seed
+from rlctl.rollout.protocol import ResponseSampler, Sampling
+from rlctl.rollout.seeds import step_seed
 
 #: Another precision explains the gap if it leaves at most this fraction of it.
 _CLOSED = 0.5
@@ -122,7 +123,7 @@ class _Sampler:
         sides, seed = self.sides, step_seed(self.sides.seed, 0, "mismatch")
         tasks = [Task(ids, "", group) for group, ids in enumerate(self._given)]
         episodes = sample_episodes(engine, tasks, sides.n, sides.sampling, seed, sides.tokenizer)
-        batch = TokenBatch.of(episodes, next(sides.model.parameters()).device)
-        prompts = [episode.task.prompt_ids for episode in episodes]
+        batch = episodes.tokens.to(next(sides.model.parameters()).device)
+        prompts = [task.prompt_ids for task in episodes.tasks]
         sample = EngineSample(prompts, batch.inputs.tokens, batch.rollout_log_probs, batch.units.episode)
         return VariantScorer(sides.model, sample, self._prompts)

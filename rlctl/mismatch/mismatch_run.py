@@ -11,7 +11,6 @@ from typing import Any, Literal
 
 from rlctl.batch import torch_device
 from rlctl.data.prompts import Renderer
-from rlctl.data.read import load_rows
 from rlctl.data.schema import Row
 from rlctl.engine.checkpoint import checkpoint_of_run
 from rlctl.engine.model import load_policy
@@ -21,14 +20,15 @@ from rlctl.mismatch.examine import Sides, examine
 from rlctl.mismatch.score import Gap, GapPart
 from rlctl.mismatch.variants import question_rows, token_ids
 from rlctl.model_files import model_directory
-from rlctl.prepare.hub import local_files
+from rlctl.prepare.data_files import local_files, read_any
 from rlctl.rollout.engines import chosen_engine, engine_outside_training, spec_outside_training
 from rlctl.rollout.hf import DTYPES
 from rlctl.rollout.protocol import ResponseSampler, Sampling
-from rlctl.spec.load import RUN_SPEC_FILE, recorded_spec
-from rlctl.spec.model import EMBEDDED, ModelSpec
-from rlctl.spec.run_spec import RunSpec
+from rlctl.run_spec.load import RUN_SPEC_FILE, recorded_spec
+from rlctl.run_spec.model import EMBEDDED, ModelSpec
+from rlctl.run_spec.run_spec import RunSpec
 from rlctl.tiny.game import embedded_task
+from rlctl.track.trust import require_permission, values_of
 
 NUM_PROMPTS = 16
 MAX_RESPONSE_LENGTH = 32
@@ -53,6 +53,7 @@ class MismatchRequest:
     temperature: float | None = None
     top_p: float | None = None
     seed: int = 1  # of sampling
+    trust: bool = False  # run the code that the run's spec names, also if no run of this user has written it
 
 
 @dataclass(frozen=True, slots=True)
@@ -109,7 +110,8 @@ def run_preflight(request: MismatchRequest) -> MismatchReport:
     """Samples a few prompts with the engine, scores them with the trainer's code, and finds what differs.
 
     Raises:
-        UsageError: the model, run or data does not exist, or no prompt fits.
+        UsageError: the model, run or data does not exist, no prompt fits, or the run would execute code that
+            this user has not allowed.
         EnvironmentFailure: the engine is not installed or does not start, or the hub cannot be reached.
         RunFailure: the engine failed.
     """
@@ -162,17 +164,17 @@ def run_preflight(request: MismatchRequest) -> MismatchReport:
             dtype=dtype,
             same_precision=None if dtype == trainer.dtype else partial(start, running, trainer.dtype),
         )
-        found = examine(sides)
+        examination = examine(sides)
     return MismatchReport(
         trainer=f"{trainer.model_path}, {trainer.dtype}, {model.config._attn_implementation}",
         engine=f"{name}, {dtype}" + (f", {request.engine_model}" if request.engine_model else ""),
-        settings=str(found.sides.asked),
-        num_sequences=len(found.scorer.sample.prompts),
-        gap=found.start,
-        parts=found.parts,
-        causes=tuple(causes(found)),
-        remainder=remainder(found),
-        open_questions=tuple(open_questions(found)),
+        settings=str(examination.sides.asked),
+        num_sequences=len(examination.scorer.sample.prompts),
+        gap=examination.start,
+        parts=examination.parts,
+        causes=tuple(causes(examination)),
+        remainder=remainder(examination),
+        open_questions=tuple(open_questions(examination)),
         notes=trainer.notes,
     )
 
@@ -181,7 +183,7 @@ def _trainer(request: MismatchRequest) -> _Trainer:
     """The trainer's side of a run or of a model."""
     path = Path(request.model).expanduser()
     if (path / RUN_SPEC_FILE).is_file():
-        return _of_run(path, request.data_files)
+        return _of_run(path, request)
     spec = RunSpec(model=ModelSpec(path=request.model))
     if spec.is_embedded:
         task = embedded_task(spec)
@@ -190,12 +192,20 @@ def _trainer(request: MismatchRequest) -> _Trainer:
     return _Trainer(str(path) if path.exists() else request.model, spec, "fp32", request.data_files)
 
 
-def _of_run(run_dir: Path, data_files: list[str]) -> _Trainer:
+def _of_run(run_dir: Path, request: MismatchRequest) -> _Trainer:
     spec = recorded_spec(run_dir / RUN_SPEC_FILE)
+    values = values_of(spec, request.engine)
     newest, notes = checkpoint_of_run(run_dir)
+    require_permission(
+        run_dir,
+        values,
+        sections={"model", "rollout"},
+        trust=request.trust,
+        model_dir=newest.model_dir,
+    )
     own = local_files(spec.data.val_files, split="test") or local_files(spec.data.train_files, split="train")
     own = [str(embedded_task(spec).val_file)] if spec.is_embedded else own
-    return _Trainer(str(newest.model_dir), spec, spec.engine.dtype, data_files or own, tuple(notes))
+    return _Trainer(str(newest.model_dir), spec, spec.engine.dtype, request.data_files or own, tuple(notes))
 
 
 def _sampling(request: MismatchRequest, spec: RunSpec) -> Sampling:
@@ -212,7 +222,7 @@ def _sampling(request: MismatchRequest, spec: RunSpec) -> Sampling:
 def _rows(trainer: _Trainer, model: Any, renderer: Renderer, response_length: int) -> list[Row]:
     """The first prompts that fit into the model's context together with a response."""
     continues = trainer.spec.data.continue_final_message
-    rows = load_rows(trainer.data_files, continue_final_message=continues) if trainer.data_files else []
+    rows = read_any(trainer.data_files, continue_final_message=continues) if trainer.data_files else []
     rows = rows[: 4 * NUM_PROMPTS] or question_rows()
     context = getattr(model.config.get_text_config(), "max_position_embeddings", None) or 2**31
     limit = context - response_length - 1  # one more start token must fit too

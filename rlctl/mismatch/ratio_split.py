@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 
 from rlctl.mismatch.dumped import DumpedStep, Kept, Scores, WeightsScorer
-from rlctl.spec.run_spec import RunSpec
+from rlctl.run_spec.run_spec import RunSpec
 
 #: Part → what makes it smaller.
 FIXES = {
@@ -93,25 +93,25 @@ def split_of_run(
     spec: RunSpec, steps: Sequence[DumpedStep], weights: Sequence[Kept], scores: Sequence[Sequence[Scores]]
 ) -> RatioSplit | None:
     """The split over tokens that kept weights sampled; `scores` are by weights and step."""
-    places = {one.version: place for place, one in enumerate(weights) if one.version is not None}
-    found: list[dict[str, Tensor]] = []
+    places = {one.version: index for index, one in enumerate(weights) if one.version is not None}
+    splits: list[dict[str, Tensor]] = []
     for number, dumped in enumerate(steps):
         own, mass, cache = (torch.full_like(dumped.rollout, value) for value in (math.nan, 0.0, 0.0))
         for version in set(dumped.versions.tolist()) & places.keys():
             inside, of_version = dumped.versions == version, scores[places[version]][number]
             own[inside], mass[inside] = of_version.log_probs[inside], of_version.log_mass[inside]
-        found.append({"own": own, "mass": mass, "cache": cache})
+        splits.append({"own": own, "mass": mass, "cache": cache})
     mixed = [number for number, dumped in enumerate(steps) if len(set(dumped.versions.tolist())) > 1]
     scorers = {}
     for version in {version for n in mixed for version in steps[n].versions.tolist()} & places.keys():
         scorers[version] = WeightsScorer(spec, weights[places[version]].path)
     for number in mixed:
         stale = stale_cache_log_probs(steps[number], scorers)
-        fresh, engine = found[number]["own"], steps[number].rollout + found[number]["mass"]
+        fresh, engine = splits[number]["own"], steps[number].rollout + splits[number]["mass"]
         if (stale - engine).abs().nansum() < (fresh - engine).abs().nansum():  # else it was recomputed
-            found[number]["cache"] = fresh - stale
-    joined = {name: torch.cat([one[name] for one in found]) for name in ("own", "mass", "cache")}
-    trained, rollout = (torch.cat([getattr(one, name) for one in steps]) for name in ("trained", "rollout"))
+            splits[number]["cache"] = fresh - stale
+    joined = {name: torch.cat([one[name] for one in splits]) for name in ("own", "mass", "cache")}
+    trained, rollout = (torch.cat([getattr(step, name) for step in steps]) for name in ("trained", "rollout"))
     sequence = torch.cat([dumped.unit.index + n * 10_000 for n, dumped in enumerate(steps)])
     columns = {"staleness": trained - joined["own"], "cache": joined["cache"], "kept set": joined["mass"]}
     log_ratio = trained - rollout

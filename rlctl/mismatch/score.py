@@ -20,7 +20,7 @@ from rlctl.engine.log_probs import PolicyModule
 from rlctl.mismatch.settings_fit import RankedLogits, fit_reported
 from rlctl.mismatch.variants import AGREE, Cut, SamplingSettings, ScoringVariant, TokenIds
 from rlctl.rollout.hf import into_precision
-from rlctl.spec.memory import MAX_LOGITS
+from rlctl.run_spec.memory import MAX_LOGITS
 
 #: Maximum number of tokens to which settings are fitted.
 _FITTED_TOKENS = 512
@@ -87,7 +87,7 @@ class GapPart:
 
 def parts_of(trainer: Tensor, engine: Tensor, unit: Segments) -> tuple[GapPart, ...]:
     """The gap by position and by probability, without empty parts; arguments as of `measure`."""
-    counted, found = (trainer - engine).isfinite(), []
+    counted, gap_parts = (trainer - engine).isfinite(), []
     log_ratio = (trainer - engine)[counted].double().clamp(-LOG_RATIO_CLAMP, LOG_RATIO_CLAMP)
     position, probability = 1.0 + unit.places[counted], engine[counted].double().exp()
     total = float(log_ratio.square().sum()) or 1.0
@@ -100,8 +100,8 @@ def parts_of(trainer: Tensor, engine: Tensor, unit: Segments) -> tuple[GapPart, 
             if len(inside):
                 sizes = float(inside.abs().mean()), float(inside.square().sum()) / total
                 end = None if high == math.inf else high
-                found.append(GapPart(cast(Any, by), low, end, len(inside), *sizes))
-    return tuple(found)
+                gap_parts.append(GapPart(cast(Any, by), low, end, len(inside), *sizes))
+    return tuple(gap_parts)
 
 
 @dataclass(frozen=True)

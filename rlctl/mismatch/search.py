@@ -69,7 +69,9 @@ class Search:
         for _ in range(2 * len(factors)):  # a factor may be changed again, to another value
             if self._scorer.gap(variant).agrees:
                 break
-            better = self._best(variant, [other for one in factors for other in self._changes(variant, one)])
+            better = self._best(
+                variant, [other for factor in factors for other in self._changes(variant, factor)]
+            )
             if better is None:
                 break
             variant = better

@@ -106,10 +106,10 @@ def _best(loss: Callable[[float], float], asked: float) -> float:
 
     grid = sorted({*np.geomspace(0.2, 5.0, 15).tolist(), 1.0, asked, 1.0 / asked, asked * asked})
     losses = [loss(value) for value in grid]
-    place = int(np.argmin(losses))
-    low, high = grid[max(place - 1, 0)], grid[min(place + 1, len(grid) - 1)]
+    index = int(np.argmin(losses))
+    low, high = grid[max(index - 1, 0)], grid[min(index + 1, len(grid) - 1)]
     found = minimize_scalar(loss, bounds=(low, high), method="bounded", options={"xatol": 1e-5})
-    return float(found.x) if found.fun < losses[place] else grid[place]
+    return float(found.x) if found.fun < losses[index] else grid[index]
 
 
 def _chosen_cut(cuts: Sequence[Cut], good: Tensor, asked: Cut) -> Cut:

@@ -121,20 +121,20 @@ def renderings(
 
     `own` are the trainer's token ids of the rows, `theirs` those of the engine's tokenizer.
     """
-    found: dict[str, TokenIds] = {OWN: own}
+    variants: dict[str, TokenIds] = {OWN: own}
     start = renderer.tokenizer.bos_token_id
     if start is not None:
-        found[ONE_MORE_START] = [[start, *ids] for ids in own]
+        variants[ONE_MORE_START] = [[start, *ids] for ids in own]
         if all(len(ids) > 1 and ids[0] == start for ids in own):
-            found[NO_START] = [list(ids[1:]) for ids in own]
+            variants[NO_START] = [list(ids[1:]) for ids in own]
     if renderer.tokenizer.chat_template:
-        found[NO_GENERATION_PROMPT] = renderer.encode(
+        variants[NO_GENERATION_PROMPT] = renderer.encode(
             [renderer.text(row, generation_prompt=False) for row in rows]
         )
-        found[NO_TEMPLATE] = renderer.encode([row.prompt_text for row in rows])
-    found[ENGINE] = theirs
+        variants[NO_TEMPLATE] = renderer.encode([row.prompt_text for row in rows])
+    variants[ENGINE] = theirs
     kept: dict[str, TokenIds] = {}
-    for name, ids in found.items():
+    for name, ids in variants.items():
         plain = [list(row) for row in ids]
         if all(plain) and plain not in kept.values():
             kept[name] = plain

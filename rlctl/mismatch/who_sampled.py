@@ -21,6 +21,7 @@ from rlctl.errors import UsageError
 from rlctl.mismatch.dumped import BASE, DumpedStep, Kept, WeightsScorer, dumped_steps, kept_weights
 from rlctl.mismatch.ratio_split import RatioSplit, split_of_run
 from rlctl.track.open_run import RunRecord
+from rlctl.track.trust import require_permission_of_run
 
 #: A version fits if its gap is at most this many floors, or this many nats per token.
 _FITS, _ROUNDING = 4.0, 1e-5
@@ -63,13 +64,18 @@ class WhoSampled:
         return asdict(self)
 
 
-def who_sampled(path: Path) -> WhoSampled:
+def who_sampled(path: Path, *, trust: bool = False) -> WhoSampled:
     """Scores the dumped rollouts of a run under its kept weights.
 
+    Args:
+        trust: run code that comes with the model, also if no run of this user has used it.
+
     Raises:
-        UsageError: it is not a run directory with rollouts, or it kept fewer than two versions.
+        UsageError: it is not a run directory with rollouts, it kept fewer than two versions, or it would run
+            code that this user has not allowed.
     """
     record = RunRecord(path)
+    require_permission_of_run(path, sections={"model"}, trust=trust)
     spec, steps = record.spec, list(dumped_steps(record))
     weights, notes = kept_weights(record)
     if len(weights) < 2:
@@ -79,13 +85,13 @@ def who_sampled(path: Path) -> WhoSampled:
             fix="keep checkpoints with trainer.save_freq and trainer.max_ckpt_to_keep",
         )
     scores = []
-    for one in weights:
-        scorer = WeightsScorer(spec, one.path)
+    for weight in weights:
+        scorer = WeightsScorer(spec, weight.path)
         scores.append([scorer.score(dumped) for dumped in steps])
         del scorer
     groups = [
-        SampledTokens.of(dumped, torch.stack([of_weights[place].of_engine for of_weights in scores]), version)
-        for place, dumped in enumerate(steps)
+        SampledTokens.of(dumped, torch.stack([of_weights[index].of_engine for of_weights in scores]), version)
+        for index, dumped in enumerate(steps)
         for version in sorted(set(dumped.versions.tolist()))
     ]
     split = split_of_run(spec, steps, weights, scores)
@@ -116,8 +122,8 @@ def judged(groups: Sequence[SampledTokens], weights: Sequence[Kept]) -> WhoSampl
     steps = tuple(_step(group, weights) for group in groups)
     floor = max(_FITS * min(group.gaps.min() for group in groups), _ROUNDING)
     telling = [group for group in groups if group.gaps.max() > 2 * floor]
-    places = {one.version: place for place, one in enumerate(weights) if one.version is not None}
-    base = next((place for place, one in enumerate(weights) if one.version is None), None)
+    places = {one.version: index for index, one in enumerate(weights) if one.version is not None}
+    base = next((index for index, one in enumerate(weights) if one.version is None), None)
 
     def fits(group: SampledTokens, version: int | None) -> bool | None:
         """Whether the group has the log-probs of this version (None: of the base); None: it cannot tell."""
@@ -146,40 +152,42 @@ def judged(groups: Sequence[SampledTokens], weights: Sequence[Kept]) -> WhoSampl
     best: tuple[str, int] | None = None
     most = 0
     for cause, versions in tried.items():
-        found = [fits(group, version) for group, version in zip(telling, versions, strict=True)]
-        new = sum(a is True and b is not True for a, b in zip(found, recorded, strict=True))
-        refuted = sum(b is False and a is not False for a, b in zip(found, recorded, strict=True))
-        is_sure = found.count(True) >= _NAMED * (found.count(True) + found.count(False))
+        fitting = [fits(group, version) for group, version in zip(telling, versions, strict=True)]
+        new = sum(a is True and b is not True for a, b in zip(fitting, recorded, strict=True))
+        refuted = sum(b is False and a is not False for a, b in zip(fitting, recorded, strict=True))
+        is_sure = fitting.count(True) >= _NAMED * (fitting.count(True) + fitting.count(False))
         if is_sure and refuted >= _REFUTED * len(decided) > 0 and new > most:
             best, most = cause, new
-    fault, what, fix = (
+    fault, message, fix = (
         None,
         "the kept weights are too similar, or too few, to tell which of them sampled",
         None,
     )
     if best is not None:
-        fault, what, fix = _named(
+        fault, message, fix = _named(
             *best, f"{most} of {len(telling)} steps", weights[places.get(best[1], 0)].name
         )
     elif any(group.recorded for group in telling) and decided:
-        what = f"as recorded: {decided.count(True)} of {len(decided)} steps that can tell agree"
+        message = f"as recorded: {decided.count(True)} of {len(decided)} steps that can tell agree"
         kept = [agrees for group, agrees in zip(telling, recorded, strict=True) if group.recorded in places]
         if kept.count(False) > _UNKNOWN * len(kept):
-            what = f"{kept.count(False)} of {len(kept)} steps were sampled by none of the kept weights"
+            message = f"{kept.count(False)} of {len(kept)} steps were sampled by none of the kept weights"
             fault, fix = "unknown", "`rlctl diagnose mismatch` compares the engine with the trainer"
-    return WhoSampled(what, fault, fix, steps, None, ())
+    return WhoSampled(message, fault, fix, steps, None, ())
 
 
 def _named(kind: str, number: int, count: str, name: str) -> tuple[str, str, str]:
     """Fault, conclusion and fix of what explains the gaps; `name`: of the weights of a constant version."""
     fix = "`rlctl train --prove-sync` with the run's spec shows what a sync does not reach"
     if kind == "base" or (kind == "constant" and BASE in name):
-        what = f"{count} were sampled by {BASE}, without the adapter"
-        return "base", what, f"set rollout.merge_lora=true; {fix}"
+        message = f"{count} were sampled by {BASE}, without the adapter"
+        return "base", message, f"set rollout.merge_lora=true; {fix}"
     if kind == "constant":
         return "never delivered", f"new weights were never delivered: {count} were sampled by {name}", fix
-    what = f"{count} were sampled {number} updates later than recorded: with weights {number} updates older"
-    return "late", what, f"wait for the end of each sync before sampling; {fix}"
+    message = (
+        f"{count} were sampled {number} updates later than recorded: with weights {number} updates older"
+    )
+    return "late", message, f"wait for the end of each sync before sampling; {fix}"
 
 
 def _step(group: SampledTokens, weights: Sequence[Kept]) -> StepSampler:

@@ -104,9 +104,9 @@ def find_benchmark(benchmark: Benchmark, directory: Path | None = None) -> Path:
         others = [directory / f"{benchmark.name}{suffix}" for suffix in _FORMATS]
         place = next((path for path in [pinned, *others] if path.is_file()), None)
         if place is None:
-            what = f"the benchmark {benchmark.name} is not in the directory of benchmarks"
+            message = f"the benchmark {benchmark.name} is not in the directory of benchmarks"
             fix = benchmark.download_command(str(directory))
-            raise EnvironmentFailure(what, where=str(pinned), fix=fix)
+            raise EnvironmentFailure(message, where=str(pinned), fix=fix)
         return place
     from huggingface_hub import hf_hub_download
 
@@ -116,9 +116,9 @@ def find_benchmark(benchmark: Benchmark, directory: Path | None = None) -> Path:
         )
     except Exception as error:  # network, cache and hub errors of several libraries: no common base class
         use = f"and set {BENCHMARKS_VARIABLE}=DIR (`rlctl evaluate` also takes --benchmarks-dir DIR)"
-        what = f"the benchmark {benchmark.name} is not in the cache and could not be downloaded"
+        message = f"the benchmark {benchmark.name} is not in the cache and could not be downloaded"
         raise EnvironmentFailure(
-            f"{what}: {first_line(error)}",
+            f"{message}: {first_line(error)}",
             where=f"{benchmark.dataset}@{benchmark.revision[:12]}: {benchmark.file}",
             fix=f"{benchmark.download_command('DIR')}, {use}",
         ) from error
@@ -139,14 +139,14 @@ def find_named(names: Sequence[str]) -> list[NamedFile]:
     Raises:
         UsageError, EnvironmentFailure: as `find_sources` and `find_benchmark`.
     """
-    found = []
+    named_files = []
     for name in names:
         if benchmark := benchmark_named(name):
             source = Source(find_benchmark(benchmark), benchmark.dataset)
-            found.append(NamedFile(name, source, benchmark.to_recipe()))
+            named_files.append(NamedFile(name, source, benchmark.to_recipe()))
         elif name.startswith(HUB) or Path(name).exists():
-            found += [NamedFile(str(source.path), source, None) for source in find_sources([name])]
+            named_files += [NamedFile(str(source.path), source, None) for source in find_sources([name])]
         else:
             fix = f"name a file, or a benchmark: {', '.join(all_benchmarks())}"
             raise UsageError("no such file or directory", where=f"--against {name}", fix=fix)
-    return found
+    return named_files

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -12,7 +13,12 @@ from typing import Any, NamedTuple
 import pyarrow as pa
 
 from rlctl.data.read import python_rows
+from rlctl.errors import UsageError
 from rlctl.prepare.text_files import BOM, parse_json
+from rlctl.processes import limited_memory
+
+#: Memory that one block of rows of a Parquet or Arrow file may take.
+MAX_BATCH_BYTES = 2 << 30
 
 
 class CsvRows(NamedTuple):
@@ -105,8 +111,12 @@ def _json_lines(block: Block, lines: bytes) -> Iterator[Record]:
 
 def _checked(path: Path, number: int, values: object, source: bytes | None = None) -> Record:
     """A row; a list of turns (Open-Reasoner-Zero) has its places as columns, as on the hub."""
-    if isinstance(values, list) and values and all(isinstance(one, dict) and "from" in one for one in values):
-        values = {str(place): value for place, value in enumerate(values)}
+    if (
+        isinstance(values, list)
+        and values
+        and all(isinstance(value, dict) and "from" in value for value in values)
+    ):
+        values = {str(index): value for index, value in enumerate(values)}
     if isinstance(values, dict):
         return Record(path, number, values, source=source)
     return Record(path, number, None, "not a JSON object", source or json.dumps(values))
@@ -119,10 +129,27 @@ def _csv_records(block: Block, table: CsvRows) -> Iterator[Record]:
         yield Record(block.path, number, values, problem, raw)
 
 
+@contextmanager
+def bounded_memory(path: Path) -> Iterator[None]:
+    """Context in which rows of a file are unpacked: a few KiB can hold values that take any amount of memory.
+
+    Raises:
+        UsageError: they take more than `MAX_BATCH_BYTES`.
+    """
+    try:
+        with limited_memory(MAX_BATCH_BYTES):
+            yield
+    except MemoryError as error:
+        message = f"a few rows expand to more than {MAX_BATCH_BYTES / 2**30:.2g} GiB"
+        raise UsageError(message, where=str(path), fix="write fewer or shorter values to a row") from error
+
+
 def _arrow_records(block: Block, stream: bytes) -> Iterator[Record]:
-    table = _shortest_numbers(pa.ipc.open_stream(stream).read_all())
+    with bounded_memory(block.path):
+        table = _shortest_numbers(pa.ipc.open_stream(stream).read_all())
+        rows = list(python_rows(table))
     holds_bytes = "binary" in str(table.schema.types)
-    for number, values in enumerate(python_rows(table), block.first_number):
+    for number, values in enumerate(rows, block.first_number):
         if isinstance(values, Exception):
             yield Record(block.path, number, None, f"a value cannot be read: {values}")
         else:
@@ -131,10 +158,10 @@ def _arrow_records(block: Block, stream: bytes) -> Iterator[Record]:
 
 def _shortest_numbers(table: pa.Table) -> pa.Table:
     """Converts float32 columns to the float64 numbers with the same digits: 0.1 instead of 0.10000000149."""
-    for place, column in enumerate(table.schema):
+    for index, column in enumerate(table.schema):
         if pa.types.is_float32(column.type):
-            values = table.column(place).cast(pa.string()).cast(pa.float64())
-            table = table.set_column(place, column.name, values)
+            values = table.column(index).cast(pa.string()).cast(pa.float64())
+            table = table.set_column(index, column.name, values)
     return table
 
 

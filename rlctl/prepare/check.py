@@ -17,38 +17,47 @@ from zlib import crc32
 import numpy as np
 import pyarrow.parquet as pq
 
-from rlctl.data.read import REQUIRED
+from rlctl.data.read import REQUIRED, is_row_schema
 from rlctl.data.schema import Row
 from rlctl.prepare.benchmarks import find_named
 from rlctl.prepare.blocks import Record
-from rlctl.prepare.duplicates import normalise, repeated, text_key
+from rlctl.prepare.duplicates import (
+    ID_COLUMNS,
+    column_keys,
+    normalise,
+    repeated,
+    row_keys,
+    text_key,
+    with_answers,
+)
 from rlctl.prepare.findings import (
     EXAMPLES_SHOWN,
+    NO_ANSWER,
     DataFinding,
     RowFindings,
     Severity,
     TruthChecks,
     agree,
+    has_number,
     placeholder,
     row_doubts,
     row_finding,
     rows,
+    source_findings,
     text_doubts,
     worst_first,
 )
 from rlctl.prepare.leakage import KINDS, Reference, leakage_comparison, questions_of
 from rlctl.prepare.lengths import LengthQuantiles, MeasuredRow, PromptLengths, characters, template_findings
-from rlctl.prepare.recipes import Recipe, read_rows, recognise
+from rlctl.prepare.recipes import Recipe, columns_read, read_rows, recognise
 from rlctl.prepare.request import Progress
 from rlctl.prepare.sources import Source, find_sources, read_blocks, read_records
 from rlctl.prepare.transform import usable_rows
-from rlctl.reward.build import knows_source
 
 #: Limits per file on the different problems shown, and on the data sources without a grader.
 REASONS_SHOWN, SOURCES_SHOWN = 10, 20
 #: First rows of each file that show the instructions in its prompts.
 SAMPLED_ROWS = 2_000
-_ANSWERS = {"answer", "solution", "ground_truth", "label"}
 _DETAIL = re.compile(r"'[^']*'|\d+")
 
 
@@ -155,15 +164,16 @@ class _FileCheck:
         if self._schema is not None:
             self._columns = {field.name: str(field.type) for field in self._schema}
         name = None if first is None else recognise(first)
-        if self._schema is not None and _is_verl(self._schema.names) and name not in {None, "dapo-math"}:
+        if self._schema is not None and is_row_schema(self._schema.names) and name not in {None, "dapo-math"}:
             name = "verl"
         continues = probes.continue_final_message
         self._recipe = Recipe(name, continue_final_message=continues).resolve() if name else None
         self._num_rows = 0
         self._sources: Counter[str] = Counter()
+        self._numbers: Counter[str] = Counter()  # of these, rows whose answer is a number
         self.split = ""  # the first `extra_info.split`; "" if no row has one
         self._reasons: dict[str, str] = {}  # problem without names and numbers → its first message
-        self._bad, self._found = RowFindings(), RowFindings()
+        self._bad, self._found, self._missing = RowFindings(), RowFindings(), RowFindings()
         parts = []
         for block in read_blocks(source):
             usable, bad = usable_rows(self._recipe or Recipe("generic").resolve(), probes.lengths, block)
@@ -172,7 +182,7 @@ class _FileCheck:
             parts.append(self._check_rows(usable))
             self._num_rows += len(usable) + len(bad)
             progress.advance(block.num_bytes)
-        #: over the usable rows: hash of the question, hash of the ground truth, row number
+        #: over the usable rows: hashes, see `_check_rows`
         self.hashes = tuple(np.concatenate(part) for part in zip(*parts, strict=True))
 
     def report(self) -> FileReport:
@@ -194,28 +204,35 @@ class _FileCheck:
 
     def findings(self) -> list[DataFinding]:
         """All findings about the file."""
-        found = column_findings(self.path, self._schema.names) if self._schema else []
-        if not any(finding.code == "missing-columns" for finding in found):
-            found += self._bad.findings()
-        found += self._found.findings() + self._repeat_findings()
-        unknown = [source for source in self._sources if not knows_source(source)]
-        for source in unknown[:SOURCES_SHOWN]:
-            found += row_finding("no-grader", self._sources[source], source=source)
-        return found
+        of_file = column_findings(self.path, self._schema.names) if self._schema else []
+        if not any(finding.code == "missing-columns" for finding in of_file):
+            of_file += self._bad.findings()
+        of_file += self._found.findings() + self._missing_findings() + self._repeat_findings()
+        return of_file + source_findings(self._sources, self._numbers)[:SOURCES_SHOWN]
+
+    def _missing_findings(self) -> list[DataFinding]:
+        """The finding about rows without an answer; data without any is for rewards that read none."""
+        count = self._missing.count("placeholder")
+        if count and count == self._sources.total():
+            (finding,) = self._missing.findings()
+            places = [example.partition(": ")[0] for example in finding.examples]
+            return row_finding("no-answers", count, places)
+        return self._missing.findings()
 
     def _repeat_findings(self) -> list[DataFinding]:
         """Findings about repeated questions, and about those repeated with another ground truth."""
-        keys, truths, numbers = self.hashes
-        later, first = repeated(keys)
+        questions, truths, numbers, columns, *ids = self.hashes
+        keys = row_keys(questions, columns, ids)
 
-        def found(kind: str, is_in: Any, **total: int) -> list[DataFinding]:
-            pairs = zip(numbers[later[is_in]][:EXAMPLES_SHOWN], numbers[first[is_in]], strict=False)
+        def found(kind: str, later: Any, first: Any, **total: int) -> list[DataFinding]:
+            pairs = zip(numbers[later[:EXAMPLES_SHOWN]], numbers[first], strict=False)
             examples = [f"{self.path}:{number}: as row {earlier}" for number, earlier in pairs]
-            return row_finding(kind, int(is_in.sum()), examples, **total)
+            return row_finding(kind, len(later), examples, **total)
 
-        everything = np.ones(len(later), np.bool_)
-        disputed = found("conflicting-answers", truths[later] != truths[first])
-        return found("duplicates", everything, total=len(keys)) + disputed
+        later, first = repeated(keys)
+        is_other = truths[later] != truths[first]
+        disputed = found("conflicting-answers", later[is_other], first[is_other])
+        return found("duplicates", *repeated(with_answers(keys, truths)), total=len(keys)) + disputed
 
     def _note_bad(self, where: str, reason: str) -> None:
         """Records an unusable row. Problems that differ only in names and numbers count as one."""
@@ -224,32 +241,44 @@ class _FileCheck:
             kind = reason = "other complaints"
         self._bad.add("bad-rows", where, reason, reason=self._reasons.setdefault(kind, reason))
 
-    def _check_rows(self, usable: Sequence[tuple[Record, MeasuredRow]]) -> tuple[Any, Any, Any]:
+    def _check_rows(self, usable: Sequence[tuple[Record, MeasuredRow]]) -> tuple[Any, ...]:
         """Checks the usable rows of a block and returns their part of `hashes`."""
         block = [one.row for _, one in usable]
         ruled: list[tuple[Record, Row]] = []
-        for record, one in usable:
-            row, values = one.row, record.values or {}
+        for record, usable_row in usable:
+            row = usable_row.row
             self._sources[row.data_source] += 1
-            for kind, detail in (*text_doubts(row), *row_doubts(row, values)):
+            self._numbers[row.data_source] += has_number(row)
+            for kind, detail in (*text_doubts(row), *row_doubts(row)):
                 self._found.add(kind, record.where, detail)
             self.split = self.split or str(row.extra.get("split") or "")
-            if answer := placeholder(row):
+            if (answer := placeholder(row)) == NO_ANSWER:
+                self._missing.add("placeholder", record.where, answer)
+            elif answer:
                 self._found.add("placeholder", record.where, answer)
             elif row.is_ruled:
                 ruled.append((record, row))
-        complaints = self._probes.truths.problems([(row.data_source, row.ground_truth) for _, row in ruled])
+        truths = self._probes.truths
+        complaints = truths.problems([(row.data_source, row.ground_truth) for _, row in ruled])
         for (record, row), why in zip(ruled, complaints, strict=True):
-            if why:
+            if missing := truths.missing(row.data_source):
+                self._found.add("answers-not-checked", record.where, package=missing.package)
+            elif why:
                 self._found.add("ground-truth", record.where, f"{row.ground_truth[:60]!r}: {why}")
         self._check_lengths(usable)
-        for record, one in usable:
-            for way, file in self._probes.reference.matches(one.row.question):
+        for record, usable_row in usable:
+            for way, file in self._probes.reference.matches(usable_row.row.question):
                 self._found.add(f"leak-{way}", record.where, file=file)
-        return (
+        recipe = self._recipe or Recipe("generic").resolve()
+        others = [
+            column_keys(one.row.extra, columns_read(recipe, record.values or {})[1]) for record, one in usable
+        ]
+        return (  # question, ground truth, row number, other columns, those that name a row
             np.array([text_key(normalise(row.question)) for row in block], np.uint64),
             np.array([crc32(row.ground_truth.encode()) for row in block], np.uint32),
             np.array([record.number for record, _ in usable], np.int64),
+            np.array([columns for columns, _ in others], np.uint64),
+            *(np.array([ids[name] for _, ids in others], np.uint64) for name in ID_COLUMNS),
         )
 
     def _check_lengths(self, usable: Sequence[tuple[Record, MeasuredRow]]) -> None:
@@ -266,15 +295,15 @@ class _FileCheck:
 
 def _shared_questions(checks: Sequence[_FileCheck]) -> list[DataFinding]:
     """Findings about rows that repeat a question of an earlier file."""
-    found = []
-    for place, later in enumerate(checks):
-        keys, _, numbers = later.hashes
-        for earlier in checks[:place]:
+    findings = []
+    for index, later in enumerate(checks):
+        keys, _, numbers, *_ = later.hashes
+        for earlier in checks[:index]:
             shared = np.flatnonzero(np.isin(keys, earlier.hashes[0]))
             if not len(shared):
                 continue
             repeat = agree(len(shared), "repeat")
-            what = f"{rows(len(shared))} of {later.path} {repeat} the question of a row of {earlier.path}"
+            message = f"{rows(len(shared))} of {later.path} {repeat} the question of a row of {earlier.path}"
             differ = later.split != earlier.split
             examples = tuple(f"{later.path}:{number}" for number in numbers[shared[:EXAMPLES_SHOWN]])
             fix = (
@@ -283,21 +312,15 @@ def _shared_questions(checks: Sequence[_FileCheck]) -> list[DataFinding]:
                 else "drop one of them"
             )
             severity: Severity = "error" if differ else "warning"
-            found.append(DataFinding("shared-questions", severity, what, len(shared), examples, fix))
-    return found
-
-
-def _is_verl(names: Sequence[str]) -> bool:
-    """Whether the columns are verl's, perhaps with some missing."""
-    known = {"data_source", "prompt"} <= set(names) and not _ANSWERS & set(names)
-    return known or "reward_model" in names
+            findings.append(DataFinding("shared-questions", severity, message, len(shared), examples, fix))
+    return findings
 
 
 def column_findings(path: Path, names: Sequence[str]) -> list[DataFinding]:
     """A finding if columns are missing."""
-    missing = [name for name in REQUIRED if name not in names] if _is_verl(names) else []
+    missing = [name for name in REQUIRED if name not in names] if is_row_schema(names) else []
     if not missing:
         return []
-    what = f"column{'s' if len(missing) > 1 else ''} {', '.join(missing)} missing: no row can be read"
+    message = f"column{'s' if len(missing) > 1 else ''} {', '.join(missing)} missing: no row can be read"
     fix = "convert the source with `rlctl prepare-data parquet`"
-    return [DataFinding("missing-columns", "error", what, len(missing), (str(path),), fix)]
+    return [DataFinding("missing-columns", "error", message, len(missing), (str(path),), fix)]

@@ -11,8 +11,16 @@ import numpy as np
 from numpy.typing import NDArray
 
 from rlctl.errors import UsageError
+from rlctl.extras import install_line, is_installed
 from rlctl.prepare.benchmarks import NamedFile
-from rlctl.prepare.duplicates import nearly_repeated, normalise, repeated
+from rlctl.prepare.duplicates import (
+    ID_COLUMNS,
+    nearly_repeated,
+    normalise,
+    repeated,
+    row_keys,
+    with_answers,
+)
 from rlctl.prepare.engines import run
 from rlctl.prepare.findings import DataFinding, agree, lines, row_finding, rows, share
 from rlctl.prepare.leakage import KINDS, Found, Reference, leakage_comparison, questions_of, scan
@@ -47,6 +55,7 @@ class Decision:
 
     status: NDArray[np.uint8]  # (rows,) `RowStatus` of each row
     is_test: NDArray[np.bool_]  # (rows,) rows of the test split
+    is_split_by_row: bool = False  # all prompts are the same: rows are split, and not compared by prompts
     report: dict[str, Any] = field(default_factory=dict)  # statistics for the manifest
     findings: list[DataFinding] = field(default_factory=list)  # findings to report to the user
 
@@ -92,17 +101,14 @@ def decide(
         _lengths(request, staging, decision)
     progress.phase("duplicates", 0)
     _duplicates(request, staging, decision)
-    if request.near_duplicates != "off":
+    if request.near_duplicates == "count" and not is_installed("rensa"):
+        decision.findings.append(_not_searched(decision))
+    elif request.near_duplicates != "off":
         progress.phase("near duplicates", 0)
         _near_duplicates(request, staging, decision)
-    keys = staging.key("split")
-    if request.val_size is None:
-        limit = limit_for_fraction(request.val_fraction)
-    else:  # `val_size` kept hashes lie below the limit; more if duplicates tie for the last place
-        hashes = keys[decision.is_kept]
-        last = min(request.val_size, len(hashes)) - 1
-        limit = int(np.partition(hashes, last)[last]) + 1 if last >= 0 else 0
-    decision.is_test = keys < np.uint64(limit) if limit < 1 << 64 else np.ones(len(keys), np.bool_)
+    prompts = staging.key("split")[decision.is_kept]
+    decision.is_split_by_row = len(prompts) > 1 and bool((prompts == prompts[0]).all())
+    _split(request, staging, decision)
     if request.leakage != "off":
         _leaks(request, against, staging, decision, progress)
     if lengths is not None:
@@ -115,6 +121,59 @@ def decide(
             places = staging.places(beyond)
             decision.findings += row_finding("beyond-context", len(beyond), places, context=context)
     return decision
+
+
+def _split(request: PrepareRequest, staging: Staging, decision: Decision) -> None:
+    """Assigns rows to the test split by hashes of their prompts, so that no prompt is in both splits.
+
+    Where all prompts are the same, by hashes of the rows.
+    """
+    keys = staging.key("split")
+    if decision.is_split_by_row:
+        keys = _row_keys(staging, np.arange(len(keys)))
+    if request.val_size is None:
+        limit = limit_for_fraction(request.val_fraction)
+        decision.is_test = keys < np.uint64(limit)
+        return
+    here = np.flatnonzero(decision.is_kept)
+    is_test = nearest_groups(keys[here], request.val_size)
+    decision.is_test[here[is_test]] = True
+    count = int(is_test.sum())
+    if count != min(request.val_size, len(here)):
+        decision.findings += row_finding("split-size", count or len(here), wanted=request.val_size)
+
+
+def nearest_groups(keys: NDArray[np.uint64], size: int) -> NDArray[np.bool_]:
+    """Chooses whole groups of equal keys (N,), as near to `size` rows as the order of the keys allows.
+
+    Groups are taken in ascending order of their keys if they fit. If rows are still missing, the smallest
+    group left is taken where that is nearer. So without repeated keys the `size` lowest ones are chosen.
+    """
+    _, group, counts = np.unique(keys, return_inverse=True, return_counts=True)
+    ends = np.cumsum(counts)
+    num_whole = int(np.searchsorted(ends, size, side="right"))  # the first groups that fit together
+    is_chosen = np.zeros(len(counts), np.bool_)
+    is_chosen[:num_whole] = True
+    missing = size - (int(ends[num_whole - 1]) if num_whole else 0)
+    for index in range(num_whole, len(counts)):
+        if not missing:
+            break
+        if counts[index] <= missing:
+            is_chosen[index] = True
+            missing -= int(counts[index])
+    left = np.flatnonzero(~is_chosen)
+    if missing and len(left):
+        smallest = left[np.argmin(counts[left])]
+        is_nearer = counts[smallest] - missing < missing
+        is_none = not is_chosen.any() and len(counts) > 1  # a test split was asked for
+        is_chosen[smallest] = is_nearer or is_none
+    return np.asarray(is_chosen[group])
+
+
+def _row_keys(staging: Staging, rows: NDArray[np.int64]) -> NDArray[np.uint64]:
+    """Keys of these rows, see `duplicates.row_keys`."""
+    ids = [staging.key(name)[rows] for name in ID_COLUMNS]
+    return row_keys(staging.key("exact")[rows], staging.key("columns")[rows], ids)
 
 
 def _lengths(request: PrepareRequest, staging: Staging, decision: Decision) -> None:
@@ -130,11 +189,14 @@ def _lengths(request: PrepareRequest, staging: Staging, decision: Decision) -> N
 
 def _duplicates(request: PrepareRequest, staging: Staging, decision: Decision) -> None:
     here = np.flatnonzero(decision.is_kept)
-    pairs = repeated(staging.key("exact")[here])
-    later, first = here[pairs[0]], here[pairs[1]]
     split, answers = staging.key("split"), staging.key("answer")
-    is_other = answers[later] != answers[first]
+    keys = _row_keys(staging, here)
+    of_question = repeated(keys)
+    is_other = answers[here[of_question[0]]] != answers[here[of_question[1]]]
+    disputing, disputed_rows = (here[rows][is_other] for rows in of_question)
     num_disputed = int(is_other.sum())
+    pairs = repeated(with_answers(keys, answers[here]))
+    later, first = here[pairs[0]], here[pairs[1]]
     decision.report["duplicates"] = {
         "rows": len(later),
         "word_for_word": int((split[later] == split[first]).sum()),
@@ -143,11 +205,11 @@ def _duplicates(request: PrepareRequest, staging: Staging, decision: Decision) -
     examples = _pair_examples(staging, later, first, "repeats")
     if request.duplicates == "check" and len(later) > MAX_DUPLICATES * len(here):
         raise UsageError(
-            f"{share(len(later), len(here), 'repeat')} an earlier question, more than {MAX_DUPLICATES:.0%}:"
+            f"{share(len(later), len(here), 'repeat')} an earlier row, more than {MAX_DUPLICATES:.0%}:"
             + "".join(f"\n  {line}" for line in examples),
             fix="pass --duplicates drop to keep the first of each, or --duplicates keep to keep them all",
         )
-    disputed = _pair_examples(staging, later[is_other], first[is_other], "and")
+    disputed = _pair_examples(staging, disputing, disputed_rows, "and")
     decision.findings += row_finding("conflicting-answers", num_disputed, disputed)
     if request.duplicates == "drop":
         decision.status[later] = RowStatus.DUPLICATES_DROPPED
@@ -158,7 +220,7 @@ def _duplicates(request: PrepareRequest, staging: Staging, decision: Decision) -
 def _near_duplicates(request: PrepareRequest, staging: Staging, decision: Decision) -> None:
     is_left = decision.is_kept
     num_rows, here = int(is_left.sum()), np.flatnonzero(is_left)
-    is_left[here[repeated(staging.key("exact")[here])[0]]] = False  # so that none is counted twice
+    is_left[here[repeated(staging.key("exact")[here])[0]]] = False  # exact repetitions are counted elsewhere
     later, first = nearly_repeated(
         (block.first_row + int(place), normalise(question))
         for block in staging.blocks
@@ -174,6 +236,13 @@ def _near_duplicates(request: PrepareRequest, staging: Staging, decision: Decisi
         decision.findings += row_finding("near-duplicates", len(later), examples, total=num_rows)
 
 
+def _not_searched(decision: Decision) -> DataFinding:
+    """What the report says where the package that finds near duplicates is missing."""
+    message = "near duplicates were not searched: the package rensa is not installed"
+    count = int(decision.is_kept.sum())
+    return DataFinding("near-duplicates-not-searched", "info", message, count, fix=install_line("formats"))
+
+
 def _pair_examples(staging: Staging, later: Any, earlier: Any, words: str) -> list[str]:
     pairs = zip(staging.places(later), staging.places(earlier), strict=True)
     return [f"{row} {words} {other}" for row, other in pairs]
@@ -186,8 +255,8 @@ def limit_for_fraction(fraction: float) -> int:
         UsageError: the fraction is not in [0, 1).
     """
     if not 0 <= fraction < 1:
-        what = f"{fraction:g} is not a fraction of the rows"
-        raise UsageError(what, where="--val-fraction", fix="use at least 0 and less than 1")
+        message = f"{fraction:g} is not a fraction of the rows"
+        raise UsageError(message, where="--val-fraction", fix="use at least 0 and less than 1")
     return int(fraction * (1 << 64))
 
 
@@ -210,39 +279,40 @@ def _leaks(
     sampled = np.zeros_like(is_compared)
     for block in staging.blocks[:: 1 + len(staging.blocks) // SAMPLED_BLOCKS]:
         sampled[block.rows] = splits["train"][block.rows]
-    held_out = [(TEST, staging.questions(splits["test"])), *benchmarks]
+    own_test = [] if decision.is_split_by_row else [(TEST, staging.questions(splits["test"]))]
+    held_out = [*own_test, *benchmarks]
     reference = Reference(held_out, staging.questions(sampled))
     tasks = ((block, is_compared[block.rows]) for block in staging.blocks if is_compared[block.rows].any())
     workers = request.num_workers if request.workers or is_compared.sum() > LOCAL_ROWS else 1
-    found = dict[str, Found](train={}, test={})
+    leaks = dict[str, Found](train={}, test={})
     for (block, wanted), matches in run(scan, reference, tasks, workers):
         for (file, kind), places in matches.items():
             rows_found = block.first_row + np.array(places)
             for split, is_in in splits.items():
                 if (split, file) != ("test", TEST):
                     rows_in = rows_found[is_in[rows_found]].tolist()
-                    found[split].setdefault((file, kind), []).extend(rows_in)
+                    leaks[split].setdefault((file, kind), []).extend(rows_in)
         progress.advance(int(wanted.sum()))
-    leaked = np.unique(np.array([row for rows_in in found["train"].values() for row in rows_in], np.int64))
+    leaked = np.unique(np.array([row for rows_in in leaks["train"].values() for row in rows_in], np.int64))
     by_file: dict[str, dict[str, int]] = {}
-    for (file, kind), rows_in in sorted(found["train"].items()):
+    for (file, kind), rows_in in sorted(leaks["train"].items()):
         if rows_in:
             by_file.setdefault(file, {})[kind] = len(rows_in)
     decision.report["leakage"] = {"rows": len(leaked), "by_file": by_file}
     decision.report["leakage_checks"] = [
         leakage_comparison(
-            split, file, int(is_in.sum()), {kind: len(found[split].get((file, kind), ())) for kind in KINDS}
+            split, file, int(is_in.sum()), {kind: len(leaks[split].get((file, kind), ())) for kind in KINDS}
         )
         for split, is_in in splits.items()
         for file in reference.names
         if is_in.any() and (split, file) != ("test", TEST)
     ]
-    decision.findings += _leak_findings(staging, found["test"], "test-leak")
-    reported = _leak_findings(staging, found["train"], "leak")
+    decision.findings += _leak_findings(staging, leaks["test"], "test-leak")
+    reported = _leak_findings(staging, leaks["train"], "leak")
     if len(leaked) and request.leakage == "refuse":
-        what = f"{rows(len(leaked))} of the training data {agree(len(leaked), 'occur')} in held-out data:"
+        message = f"{rows(len(leaked))} of the training data {agree(len(leaked), 'occur')} in held-out data:"
         shown = "".join(f"\n  {line}" for line in lines(reported))
-        raise UsageError(f"{what}{shown}", fix="pass --leakage drop to leave them out")
+        raise UsageError(f"{message}{shown}", fix="pass --leakage drop to leave them out")
     if request.leakage == "drop":
         decision.status[leaked] = RowStatus.LEAKED_DROPPED
     else:

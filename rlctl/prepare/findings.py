@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from rlctl.data.schema import Row
+from rlctl.extras import MissingPackage
 from rlctl.reward.build import grader_for, knows_source
 
 Severity = Literal["info", "warning", "error"]
@@ -31,16 +32,23 @@ _ROW_FINDINGS = tomllib.loads(Path(__file__).with_name("findings.toml").read_tex
 #: Kind of a finding about rows, and a detail about this row.
 Doubt = tuple[str, str]
 
-_MEDIA = ("image", "images", "video", "videos", "audio", "audios")
 _CONTROL = re.compile(r"[\x00-\x08\x0b\x0c\x0e-\x1f\x7f-\x9f]")
 #: Matches instructions that specify the place or the format of the answer.
 _FORM = re.compile(
     r"\\(?:boxed|fbox)|\bboxed\b|####|</?answer>|\banswer\b[\"'*]*\s*(?::|is\b)"
     r"|\bfinal (?:answer|result|number)\b"
     r"|\banswer (?:in|inside|within|after|as|should|must|on)\b"
+    r"|\b(?:reply|respond|answer)\b[^.?!\n]{0,20}\b(?:with|as|using|in)\b"
+    r"|\b(?:only|just|nothing but)\b[^.?!\n]{0,20}\b(?:number|integer|value|result|digit|letter)s?\b"
+    r"|\b(?:number|integer|value|result|digits?|letter)s?\s+only\b"
     r"|\b(?:put|write|state|report|return|output|end|finish)\b[^.?!\n]{0,60}\banswer\b",
     re.IGNORECASE,
 )
+#: Every match has one of these.
+_FORM_WORDS = ("box", "answer", "####", "final", "reply", "respond", "only", "just", "nothing but")
+#: A ground truth that is a number, and one that may be mathematics.
+_NUMBER = re.compile(r"\s*[-+−]?\s*[$€£]?\s*\d[\d,._ ]*(?:/\s*\d+)?\s*%?\s*")
+_MAY_BE_MATHEMATICS = re.compile(r"[\d\\]")
 #: Texts that data sets write in place of a mathematical answer. "none" in small letters may be an answer.
 _PLACEHOLDER = re.compile(
     r"(?i:proof|(?:see|refer to) (?:the )?(?:proof|solution|explanation|above)|n\s*/\s*a|nan|null|tbd|todo"
@@ -80,15 +88,15 @@ def row_finding(
     """
     if not count:
         return []
-    found = _ROW_FINDINGS[kind]
-    what = found["what"].format(**values)
+    entry = _ROW_FINDINGS[kind]
+    what = entry["what"].format(**values)
     if kind.startswith("test-leak"):
         sentence = f"{rows(count)} of the test split {agree(count, what)}"
     else:
         sentence = f"{rows(count)} {agree(count, what)}" if total is None else share(count, total, what)
     first = tuple(examples[:EXAMPLES_SHOWN])
-    code, fix = found.get("code", kind), found.get("fix", "")
-    return [DataFinding(code, found["severity"], sentence, count, first, fix)]
+    code, fix = entry.get("code", kind), entry.get("fix", "")
+    return [DataFinding(code, entry["severity"], sentence, count, first, fix)]
 
 
 class RowFindings:
@@ -164,13 +172,38 @@ def text_doubts(row: Row) -> Iterator[Doubt]:
         yield "lost-characters", ""
 
 
-def row_doubts(row: Row, values: Mapping[str, Any]) -> list[Doubt]:
-    """Doubts about pictures and sound in the record's `values`, and the answer's format."""
-    doubts: list[Doubt] = [("media", name) for name in _MEDIA if values.get(name)]
-    if row.is_ruled and grader_for(row.data_source) == "maths" and not specifies_answer_form(row):
-        known = knows_source(row.data_source)
-        doubts.append(("no-answer-form" if known else "no-answer-form-unknown", ""))
+def row_doubts(row: Row) -> list[Doubt]:
+    """Doubts about the answer's format."""
+    doubts: list[Doubt] = []
+    is_mathematics = bool(row.is_ruled and row.ground_truth) and grader_for(row.data_source) == "maths"
+    if is_mathematics and not specifies_answer_form(row):
+        if knows_source(row.data_source):
+            doubts.append(("no-answer-form", ""))
+        elif _MAY_BE_MATHEMATICS.search(row.ground_truth):
+            doubts.append(("no-answer-form-unknown", ""))
     return doubts
+
+
+def has_number(row: Row) -> bool:
+    """Whether the ground truth is a number."""
+    return _NUMBER.fullmatch(row.ground_truth) is not None
+
+
+def source_findings(num_rows: Mapping[str, int], num_numbers: Mapping[str, int]) -> list[DataFinding]:
+    """Findings about data sources without a grader; a remark where all answers are numbers.
+
+    Args:
+        num_rows: data source → number of its rows.
+        num_numbers: data source → number of rows with `has_number`.
+    """
+    return [
+        finding
+        for name, count in num_rows.items()
+        if not knows_source(name)
+        for finding in row_finding(
+            "no-grader-of-numbers" if num_numbers.get(name) == count else "no-grader", count, source=name
+        )
+    ]
 
 
 def placeholder(row: Row) -> str:
@@ -192,7 +225,7 @@ def placeholder_notes(rows_of: Mapping[str, Iterable[Row]]) -> list[str]:
     """A warning for each group of rows, by its name, in which ground truths are placeholders."""
     notes = []
     for name, group in rows_of.items():
-        if found := [(row.where, what) for row in group if (what := placeholder(row))]:
+        if found := [(row.where, what) for row in group if (what := placeholder(row)) not in {"", NO_ANSWER}]:
             where, what = found[0]
             notes.append(
                 f"warning: {name}: in {rows(len(found))} the ground truth is a placeholder, and a response "
@@ -211,18 +244,33 @@ class TruthChecks:
     def __init__(self) -> None:
         self._checked: Counter[str] = Counter()  # form → ground truths checked
         self._failed: set[str] = set()  # forms with a ground truth that cannot be graded
+        self._missing: dict[str, MissingPackage] = {}  # grader → the package that it cannot do without
 
     def problems(self, pairs: Sequence[tuple[str, str]]) -> list[str]:
         """The problem of each (data source, ground truth), "" if there is none; see `check_ground_truths`."""
         from rlctl.reward.trial import check_ground_truths
 
         forms = {pair: self._form(*pair) for pair in pairs}
-        found: dict[tuple[str, str], str] = {}
+        truth_problems: dict[tuple[str, str], str] = {}
         for _ in range(2):  # again for forms that failed
-            asked = [pair for pair, form in forms.items() if pair not in found and self._is_needed(form)]
-            found |= zip(asked, check_ground_truths(asked), strict=True)
-            self._failed |= {forms[pair] for pair in asked if found[pair]}
-        return [found.get(pair, "") for pair in pairs]
+            asked = [
+                pair
+                for pair, form in forms.items()
+                if pair not in truth_problems and not self.missing(pair[0]) and self._is_needed(form)
+            ]
+            for grader in {grader_for(source) for source, _ in asked}:
+                of_grader = [pair for pair in asked if grader_for(pair[0]) == grader]
+                try:
+                    truth_problems |= zip(of_grader, check_ground_truths(of_grader), strict=True)
+                except MissingPackage as error:
+                    self._missing[grader] = error
+            asked = [pair for pair in asked if pair in truth_problems]
+            self._failed |= {forms[pair] for pair in asked if truth_problems[pair]}
+        return [truth_problems.get(pair, "") for pair in pairs]
+
+    def missing(self, source: str) -> MissingPackage | None:
+        """The missing package because of which ground truths of this source are not checked, if any."""
+        return self._missing.get(grader_for(source))
 
     @staticmethod
     def _form(source: str, truth: str) -> str:
@@ -242,6 +290,9 @@ class TruthChecks:
 
 def specifies_answer_form(row: Row) -> bool:
     """Whether the prompt specifies the place or format of the answer, such as a box."""
+    lower = row.prompt_text.lower()
+    if not any(word in lower for word in _FORM_WORDS):  # quicker than the expression
+        return False
     for message in reversed(row.prompt):
         before, question, after = message.content.partition(row.question)
         if _names_form(after) or _names_form(before) or (question and _FORM.search(question)):

@@ -156,11 +156,11 @@ class Reference:
 def scan(reference: Reference, task: tuple[StagedBlock, NDArray[np.bool_]]) -> Found:
     """Indices within the block of the rows in the mask (rows,) of `task` that occur in the reference."""
     block, wanted = task
-    found: Found = {}
+    leaks: Found = {}
     for place, question in zip(np.flatnonzero(wanted).tolist(), block.questions(wanted), strict=True):
         for kind, file in reference.matches(question):
-            found.setdefault((file, kind), []).append(place)
-    return found
+            leaks.setdefault((file, kind), []).append(place)
+    return leaks
 
 
 def questions_of(file: NamedFile) -> Iterator[str]:
@@ -174,5 +174,5 @@ def questions_of(file: NamedFile) -> Iterator[str]:
         try:
             yield recipe.question(record, file.source.name)
         except RowError as error:
-            what, fix = f"no question can be read from this row: {error}", "correct or remove it"
-            raise UsageError(what, where=record.where, fix=fix) from None
+            message, fix = f"no question can be read from this row: {error}", "correct or remove it"
+            raise UsageError(message, where=record.where, fix=fix) from None

@@ -89,11 +89,11 @@ class PromptLengths:
     def measure(self, rows: Sequence[Row]) -> list[MeasuredRow]:
         """Measures the rows in tokens."""
         texts, problems = [""] * len(rows), [""] * len(rows)
-        for place, row in enumerate(rows):
+        for index, row in enumerate(rows):
             try:
-                texts[place] = self.renderer.text(row)
+                texts[index] = self.renderer.text(row)
             except UsageError as error:
-                problems[place] = error.what
+                problems[index] = error.what
         return [
             MeasuredRow(row, problem=problem) if problem else self._checked(row, ids)
             for row, ids, problem in zip(rows, self.renderer.encode(texts), problems, strict=True)
@@ -126,24 +126,24 @@ def template_findings(renderer: Renderer) -> list[DataFinding]:
     """Findings about a model's chat template, tested with one plain question."""
     tokenizer = renderer.tokenizer
     if not tokenizer.chat_template:
-        what = "the tokenizer has no chat template: messages are joined by blank lines, roles are lost"
-        return [DataFinding("no-template", "warning", what, 1, fix="use the instruct model's tokenizer")]
+        message = "the tokenizer has no chat template: messages are joined by blank lines, roles are lost"
+        return [DataFinding("no-template", "warning", message, 1, fix="use the instruct model's tokenizer")]
     try:
         text = renderer.text(_PROBE)
         renderer.check_start(_PROBE, renderer.encode([text])[0])
     except UsageError as error:
         return [DataFinding("template", "error", f"a plain question: {error.what}", 1, fix=error.fix or "")]
-    found = []
+    findings = []
     if text == renderer.text(_PROBE, generation_prompt=False):
-        what = "the chat template adds no generation prompt, which marks the start of the model's turn"
+        message = "the chat template adds no generation prompt, which marks the start of the model's turn"
         fix = "correct for a model trained like this; else add `{% if add_generation_prompt %}…`"
-        found.append(DataFinding("no-generation-prompt", "warning", what, 1, fix=fix))
+        findings.append(DataFinding("no-generation-prompt", "warning", message, 1, fix=fix))
     start = tokenizer.bos_token
     if start and renderer.adds_start and text.startswith(start):
-        what = f"both the tokenizer and its chat template put {start} first"
+        message = f"both the tokenizer and its chat template put {start} first"
         fix = "rlctl adds it once; elsewhere encode rendered prompts with add_special_tokens=False"
-        found.append(DataFinding("start-token", "info", what, 1, fix=fix))
-    return found
+        findings.append(DataFinding("start-token", "info", message, 1, fix=fix))
+    return findings
 
 
 class LengthQuantiles:
@@ -225,7 +225,11 @@ def show_rows(
 
 def _shown(where: str, row: Row | None, problem: str, lengths: PromptLengths | None) -> RenderedRow:
     turns = row.prompt if row else ()
-    plain = tuple(part for turn in turns for part in ((f"{turn.role}:", True), (f" {turn.content}\n", False)))
+    plain = tuple(
+        part
+        for turn in turns
+        for part in ((f"{turn.role}:", True), (f" {turn.content or turn.other}\n", False))
+    )
     if row is None or lengths is None:
         return RenderedRow(where, row, problem, plain)
     renderer = lengths.renderer

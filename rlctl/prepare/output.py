@@ -13,9 +13,10 @@ from typing import Any
 
 import numpy as np
 import pyarrow as pa
+import pyarrow.compute as pc
 from numpy.typing import NDArray
 
-from rlctl.data.schema import BatchWriter, arrow_schema, placed
+from rlctl.data.schema import PLACE, BatchWriter, arrow_schema, placed
 from rlctl.errors import UsageError
 from rlctl.files import sha256_of
 from rlctl.prepare.engines import run
@@ -27,7 +28,7 @@ from rlctl.prepare.transform import StagedBlock, Staging
 #: limited to 2 GiB.
 SHARD_BYTES = 1 << 30
 MANIFEST = "manifest.json"
-FORMAT = 4
+FORMAT = 5
 
 
 def write_split(
@@ -46,11 +47,14 @@ def write_split(
     row_bytes = sum(block.num_bytes for block in staging.blocks) / max(1, staging.num_rows)
     most = min(request.rows_per_shard, max(1, int(SHARD_BYTES / max(1.0, row_bytes))))
     shards = [rows[start : start + most] for start in range(0, len(rows), most)]
-    names = [f"{split}-{place:05}-of-{len(shards):05}.parquet" for place in range(len(shards))]
+    names = [f"{split}-{index:05}-of-{len(shards):05}.parquet" for index in range(len(shards))]
     if len(names) == 1:
         names = [f"{split}.parquet"]
     progress.phase(f"writing {split}", len(rows))
-    shared = (split, arrow_schema(with_other=staging.has_other), staging.blocks)
+    schema = arrow_schema(
+        with_other=staging.has_other, with_calls=staging.has_calls, with_places=request.keeps_places
+    )
+    shared = (split, schema, staging.blocks, staging.file("number"))
     tasks = zip([stage / name for name in names], shards, strict=True)
     for (_, written), _ in run(write_shard, shared, tasks, min(request.num_workers, len(names))):
         progress.advance(len(written))
@@ -58,17 +62,25 @@ def write_split(
 
 
 def write_shard(
-    shared: tuple[str, pa.Schema, list[StagedBlock]], task: tuple[Path, NDArray[np.int64]]
+    shared: tuple[str, pa.Schema, list[StagedBlock], Path], task: tuple[Path, NDArray[np.int64]]
 ) -> None:
-    """Writes one file with some of the staged rows; `shared`: split, schema and all blocks."""
-    (split, schema, blocks), (path, rows) = shared, task
+    """Writes one file with some of the staged rows; `shared`: split, schema, blocks, file of row numbers."""
+    (split, schema, blocks, numbers), (path, rows) = shared, task
+    has_places = PLACE in schema.names
+    number = np.memmap(numbers, np.uint64, "r") if has_places else None
     with BatchWriter(path, schema) as writer:
         for block in blocks:
             low, high = np.searchsorted(rows, (block.rows.start, block.rows.stop))
             if low < high:
                 batch, index = block.read()
                 chosen = pa.array(rows[low:high] - block.first_row)
-                writer.add(placed(batch.take(chosen), split, index.take(chosen)))
+                written = placed(batch.take(chosen), split, index.take(chosen))
+                if number is not None:
+                    text = pa.large_string()
+                    of_rows = pa.array(number[rows[low:high]]).cast(text)
+                    file, colon = pa.scalar(block.source.name, text), pa.scalar(":", text)
+                    written = written.append_column(PLACE, pc.binary_join_element_wise(file, of_rows, colon))
+                writer.add(written)
 
 
 @dataclass(frozen=True, slots=True)
@@ -123,8 +135,8 @@ def check_replaceable(out: Path, inputs: Sequence[Source]) -> None:
             fix="choose another --out",
         )
     if inside := next((one.path for one in inputs if one.path.resolve().parent == out.resolve()), None):
-        what = "the output directory contains this input, and would replace it"
-        raise UsageError(what, where=str(inside), fix="choose another --out")
+        message = "the output directory contains this input, and would replace it"
+        raise UsageError(message, where=str(inside), fix="choose another --out")
 
 
 def describe_inputs(sources: Sequence[Source]) -> list[dict[str, Any]]:

@@ -12,28 +12,41 @@ directory appears under its final name only when it is complete.
 from __future__ import annotations
 
 import json
+import re
 import shlex
 from collections import Counter
 from collections.abc import Sequence
 from contextlib import nullcontext
-from dataclasses import asdict
+from dataclasses import asdict, dataclass, replace
+from hashlib import sha256
 from pathlib import Path
 from typing import Any
 
+from filelock import FileLock
+
 from rlctl.data.records import RowError, check_text
+from rlctl.data.schema import EXTRA_COLUMNS
 from rlctl.errors import UsageError
-from rlctl.files import clear_leftovers, sha256_of, staged_directory
+from rlctl.files import cache_failure, clear_leftovers, sha256_of, staged_directory
 from rlctl.prepare.benchmarks import NamedFile, find_named
 from rlctl.prepare.blocks import Block, Record, records_of
 from rlctl.prepare.decide import RowStatus, decide, limit_for_fraction
 from rlctl.prepare.engines import run
-from rlctl.prepare.findings import DataFinding, RowFindings, TruthChecks, row_finding, worst_first
+from rlctl.prepare.findings import (
+    NO_ANSWER,
+    DataFinding,
+    RowFindings,
+    TruthChecks,
+    source_findings,
+    worst_first,
+)
 from rlctl.prepare.lengths import PromptLengths
 from rlctl.prepare.output import Manifest, check_replaceable, describe_inputs, read_manifest, write_split
-from rlctl.prepare.recipes import LAYOUTS, Recipe
+from rlctl.prepare.recipes import LAYOUTS, Recipe, columns_read, names_column
 from rlctl.prepare.request import PrepareRequest, PrepareSummary, Progress
-from rlctl.prepare.sources import Source, find_sources, read_blocks, read_records
+from rlctl.prepare.sources import LEAVE_OUT, Source, find_sources, read_blocks, read_records
 from rlctl.prepare.transform import Staging, Transformed, TransformPlan, transform
+from rlctl.processes import few_collections
 from rlctl.registry import DATA_RECIPES, source_sha256
 from rlctl.reward.build import knows_source
 from rlctl.track.run_dir import version_of
@@ -58,7 +71,34 @@ def prepare(request: PrepareRequest, progress: Progress | None = None) -> Prepar
         EnvironmentFailure: the output cannot be written, or an optional package is missing.
         RunFailure: a worker process died.
     """
-    progress = progress or Progress()
+    return _written(request, _plan(request), progress or Progress())
+
+
+def prepare_cached(request: PrepareRequest, directory: Path) -> tuple[Path, PrepareSummary]:
+    """As `prepare`, into a subdirectory named by the content; returns it. Processes wait for each other."""
+    planned = _plan(request)
+    digest = sha256(json.dumps(planned.made_from, sort_keys=True).encode()).hexdigest()[:16]
+    stem = re.sub(r"\W+", "-", planned.sources[0].name)[:40]
+    out = directory / f"{stem}-{digest}"
+    try:
+        directory.mkdir(parents=True, exist_ok=True)
+        with FileLock(f"{out}.lock"):
+            return out, _written(replace(request, out=out), planned, Progress())
+    except OSError as error:
+        raise cache_failure(f"{request.sources[0]} cannot be cached", directory, error) from error
+
+
+@dataclass(frozen=True, slots=True)
+class _Planned:
+    """A checked request: how its inputs are read, and all that its output depends on."""
+
+    transform: TransformPlan
+    sources: list[Source]
+    against: list[NamedFile]
+    made_from: dict[str, Any]
+
+
+def _plan(request: PrepareRequest) -> _Planned:
     limit_for_fraction(request.val_fraction)
     sources, against = find_sources(request.sources), find_named(request.against)
     recipe = request.recipe or Recipe()
@@ -68,9 +108,13 @@ def prepare(request: PrepareRequest, progress: Progress | None = None) -> Prepar
             check_text(text)  # names and options are written to the output, which is UTF-8
         except RowError as error:
             raise UsageError(str(error), where=ascii(text), fix="rename it") from None
-    recipe = recipe.resolve(sources)
-    plan = TransformPlan(recipe, request.seed, _lengths(request))
-    made_from = _made_from(request, plan, sources, against)
+    plan = TransformPlan(recipe.resolve(sources), request.seed, _lengths(request))
+    return _Planned(plan, sources, against, _made_from(request, plan, sources, against))
+
+
+def _written(request: PrepareRequest, planned: _Planned, progress: Progress) -> PrepareSummary:
+    plan, sources, against = planned.transform, planned.sources, planned.against
+    recipe, made_from = plan.recipe, planned.made_from
     clear_leftovers(request.out)
     existing = read_manifest(request.out)
     if existing and existing.made_from == made_from and existing.matches(request.out):
@@ -83,10 +127,11 @@ def prepare(request: PrepareRequest, progress: Progress | None = None) -> Prepar
         )
     check_replaceable(request.out, [*sources, *(file.source for file in against)])
     with staged_directory(request.out) as stage:
-        with Staging(stage) as staging:
+        with Staging(stage) as staging, few_collections():
             placed, found = _take_in(request, plan, sources, staging, stage, progress)
             decision = decide(request, plan.lengths, against, staging, placed, progress)
             counts = decision.counts(staging.num_records)
+            columns = _columns(plan, sources, staging)
             _check_split(counts)
             sides = {"train": ~decision.is_test, "test": decision.is_test}
             shards = {
@@ -98,7 +143,8 @@ def prepare(request: PrepareRequest, progress: Progress | None = None) -> Prepar
             for finding in worst_first([*decision.findings, *found])
         ]
         outputs = {file.name: sha256_of(file) for file in sorted(stage.iterdir())}
-        manifest = Manifest(made_from, counts, decision.report | {"findings": reported}, shards, outputs)
+        report = decision.report | {"columns": columns, "findings": reported}
+        manifest = Manifest(made_from, counts, report, shards, outputs)
         manifest.write(stage)
     return PrepareSummary(recipe.name, counts, manifest.report, shards, unchanged=False)
 
@@ -127,7 +173,7 @@ def _made_from(
 ) -> dict[str, Any]:
     by_size = request.val_size is not None
     size = {"val_size": request.val_size} if by_size else {"val_fraction": request.val_fraction}
-    policies = ("bad_rows", "duplicates", "near_duplicates", "leakage", "check_graders")
+    policies = ("bad_rows", "duplicates", "near_duplicates", "leakage", "check_graders", "no_answer")
     packages = ["rlctl", "pyarrow", "math-verify", "rensa"]  # that the output depends on
     packages += ["transformers"] if plan.lengths else []
     name = plan.recipe.name
@@ -141,6 +187,7 @@ def _made_from(
         "policies": {name: getattr(request, name) for name in policies},
         "lengths": plan.lengths and plan.lengths.describe() | limits,
         "rows_per_shard": request.rows_per_shard,
+        "keeps_places": request.keeps_places,
         "versions": {package: version_of(package) or "unknown" for package in packages},
     }
 
@@ -156,8 +203,8 @@ def _check_split(counts: dict[str, int]) -> None:
             f"the split leaves no training rows: all {counts['test']} went to the test split",
             fix="lower --val-fraction or --val-size",
         )
-    what = f"no training rows remain: {dropped} of {counts['input']}"
-    raise UsageError(what, fix="drop less, or add data")
+    message = f"no training rows remain: {dropped} of {counts['input']}"
+    raise UsageError(message, fix="drop less, or add data")
 
 
 def _take_in(
@@ -175,18 +222,20 @@ def _take_in(
     """
     num_bytes = sum(source.num_bytes for source in sources)
     workers = request.num_workers if request.workers or num_bytes > SMALL_BYTES else 1
-    found, truths = RowFindings(), TruthChecks()
+    findings, truths = RowFindings(), TruthChecks()
     by_file: Counter[Path] = Counter()
     by_source: Counter[str] = Counter()
+    numbers: Counter[str] = Counter()
     bad_places: list[int] = []
     dropped: list[int] = []
+    missing: list[tuple[int, str]] = []  # rows without an answer, and where they are
     first_bad: list[str] = []
     progress.phase("reading", num_bytes)
     sets_aside = request.bad_rows == "quarantine"
     with (stage / QUARANTINE).open("w", encoding="utf-8") if sets_aside else nullcontext() as quarantine:
         blocks = (block for source in sources for block in read_blocks(source))
         for block, done in run(transform, plan, blocks, workers):
-            failed = _grader_failures(truths, block, done, found) if request.check_graders else {}
+            failed = _grader_failures(truths, block, done, findings) if request.check_graders else {}
             bad_places += [staging.num_rows + place for place in failed]
             for bad in sorted([*done.bad, *failed.values()], key=lambda record: record.number):
                 if len(first_bad) < PROBLEMS_SHOWN:
@@ -195,46 +244,95 @@ def _take_in(
                     entry = {"file": str(bad.path), "row": bad.number, "reason": bad.problem, "raw": bad.raw}
                     quarantine.write(json.dumps(entry) + "\n")
             for place, what in done.placeholders.items():
-                dropped.append(staging.num_rows + place)
-                found.add("placeholder-dropped", f"{block.path}:{done.keys['number'][place]}", what)
+                row, where = staging.num_rows + place, f"{block.path}:{done.keys['number'][place]}"
+                if what == NO_ANSWER:
+                    missing.append((row, where))
+                elif request.check_graders or request.no_answer == "drop":
+                    dropped.append(row)
+                    findings.add("placeholder-dropped", where, what)
             staging.add(block, done)
             for number, doubts in done.doubts:
                 for kind, detail in doubts:
-                    found.add(kind, f"{block.path}:{number}", detail)
+                    findings.add(kind, f"{block.path}:{number}", detail)
             by_file[block.path] += done.num_records
             by_source.update(done.sources)
+            numbers.update(done.numbers)
             progress.advance(block.num_bytes)
     staging.finish()
     if empty := next((source.path for source in sources if not by_file[source.path]), None):
-        raise UsageError("the file is empty: it has no rows", where=str(empty))
+        raise UsageError("the file is empty: it has no rows", where=str(empty), fix=LEAVE_OUT)
+    dropped += _without_answers(request, staging, missing, findings)
     num_bad = staging.num_records - staging.num_rows + len(bad_places)
-    if num_bad + len(dropped) == staging.num_records:
+    if num_bad + len(dropped) == staging.num_records or (num_bad and not sets_aside):
+        raise _refusal(request, plan, sources, staging, first_bad, num_bad, len(dropped))
+    unknown = source_findings(dict(sorted(by_source.items())), numbers)
+    placed = {RowStatus.QUARANTINED: bad_places, RowStatus.PLACEHOLDERS_DROPPED: dropped}
+    return placed, [*findings.findings(), *unknown]
+
+
+def _without_answers(
+    request: PrepareRequest, staging: Staging, missing: Sequence[tuple[int, str]], found: RowFindings
+) -> list[int]:
+    """Rows to leave out because they have no answer; `missing`: index and place of all such rows.
+
+    An input in which no row has an answer is one for rewards that read none.
+    """
+    if request.no_answer == "keep":
+        return []
+    is_without = len(missing) == staging.num_rows
+    for _, where in missing:
+        found.add(
+            "no-answers" if is_without else "placeholder-dropped", where, "" if is_without else NO_ANSWER
+        )
+    return [] if is_without else [row for row, _ in missing]
+
+
+def _refusal(
+    request: PrepareRequest,
+    plan: TransformPlan,
+    sources: Sequence[Source],
+    staging: Staging,
+    first_bad: Sequence[str],
+    num_bad: int,
+    num_dropped: int,
+) -> UsageError:
+    """The error for bad rows, or if no row is left."""
+    fix = f"correct them, or pass --bad-rows quarantine to set them aside in {QUARANTINE}"
+    if request.keeps_places:
+        fix = f"correct them, or set them aside: `{_command(request)} --bad-rows quarantine`"
+    is_column = not first_bad or any(map(names_column, first_bad))
+    if num_bad + num_dropped == staging.num_records and is_column:
         recipe = plan.recipe
         keys = f"prompts were searched in {recipe.prompt_key!r}, answers in {recipe.answer_key!r}"
         fix = f"{keys} (recipe {recipe.name}): pass --prompt-key, --answer-key or --recipe"
         columns = next((record.values for record in read_records(sources[0]) if record.values), {})
         if options := recipe.options_for(columns):
-            words = shlex.join(
-                ["rlctl", "prepare-data", "parquet", *request.sources, "--out", str(request.out)]
-            )
-            fix = f"{words} {options}"
-    else:
-        fix = f"correct them, or pass --bad-rows quarantine to set them aside in {QUARANTINE}"
-    if num_bad + len(dropped) == staging.num_records or (num_bad and not sets_aside):
-        more = [f"and {num_bad - len(first_bad)} more"] if num_bad > len(first_bad) else []
-        more += [f"{len(dropped)} have no answer, or a placeholder"] if dropped else []
-        shown = "".join(f"\n  {line}" for line in [*first_bad, *more])
-        raise UsageError(
-            f"{num_bad + len(dropped)} of {staging.num_records} rows cannot be used:{shown}", fix=fix
-        )
-    unknown = [
-        finding
-        for name, count in sorted(by_source.items())
-        if not knows_source(name)
-        for finding in row_finding("no-grader", count, source=name)
-    ]
-    placed = {RowStatus.QUARANTINED: bad_places, RowStatus.PLACEHOLDERS_DROPPED: dropped}
-    return placed, [*found.findings(), *unknown]
+            fix = f"{_command(request)} {options}"
+    more = [f"and {num_bad - len(first_bad)} more"] if num_bad > len(first_bad) else []
+    more += [f"{num_dropped} have no answer, or a placeholder"] if num_dropped else []
+    shown = "".join(f"\n  {line}" for line in [*first_bad, *more])
+    num_unusable = num_bad + num_dropped
+    return UsageError(f"{num_unusable} of {staging.num_records} rows cannot be used:{shown}", fix=fix)
+
+
+def _command(request: PrepareRequest) -> str:
+    """The command that prepares the sources; the cache is no directory to name."""
+    out = "DIR" if request.keeps_places else str(request.out)
+    return shlex.join(["rlctl", "prepare-data", "parquet", *request.sources, "--out", out])
+
+
+def _columns(plan: TransformPlan, sources: Sequence[Source], staging: Staging) -> dict[str, Any]:
+    """Columns of prompt and answer in the first record, and what `extra_info` has besides: filled, empty."""
+    records = (record.values for source in sources for record in read_records(source))
+    prompt, answer = columns_read(plan.recipe, next(filter(None, records), {}))
+    used = {*EXTRA_COLUMNS, prompt, answer}
+    others = {name: has for name, has in staging.columns.items() if name not in used}
+    return {
+        "prompt": prompt,
+        "answer": answer,
+        "carried": [name for name, has in others.items() if has],
+        "empty": [name for name, has in others.items() if not has],
+    }
 
 
 def _grader_failures(
@@ -245,12 +343,14 @@ def _grader_failures(
     Only rows of data sources with a registered grader are bad. Other sources are checked with the mathematics
     grader, which may not be the one used in training; their failures are added to `found` instead.
     """
-    asked = [(place, truth) for place, truth in enumerate(done.truths) if truth]
+    asked = [(index, truth) for index, truth in enumerate(done.truths) if truth]
     reasons = truths.problems([truth for _, truth in asked])
     wrong: dict[int, tuple[int, str]] = {}  # number → place, reason
     for (place, (source, text)), reason in zip(asked, reasons, strict=True):
         number = int(done.keys["number"][place])
-        if reason and knows_source(source):
+        if missing := truths.missing(source):
+            found.add("answers-not-checked", f"{block.path}:{number}", package=missing.package)
+        elif reason and knows_source(source):
             wrong[number] = (place, f"the ground truth cannot be graded: {reason}")
         elif reason:
             found.add("ground-truth", f"{block.path}:{number}", f"{text[:60]!r}: {reason}")

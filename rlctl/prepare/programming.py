@@ -12,11 +12,11 @@ import pickletools
 import zlib
 from typing import Any
 
+from rlctl.data.literals import listed
 from rlctl.data.records import (
     RowError,
     Values,
     check_text,
-    columns_of,
     given_answer,
     kind_of,
     lookup,
@@ -40,12 +40,12 @@ def humaneval(values: Values, prompt_key: str, answer_key: str) -> Row:
     head = given_answer(lookup(values, prompt_key), prompt_key)
     if f"check({name})" not in test:
         test = f"{test.rstrip()}\n\ncheck({name})\n"
-    return _row(f"Complete this function:\n\n```python\n{head.rstrip()}\n```", test, values, "task_id")
+    return _row(f"Complete this function:\n\n```python\n{head.rstrip()}\n```", test)
 
 
 def mbpp(values: Values, prompt_key: str, answer_key: str) -> Row:
     """A task in words, and a list of asserts; only the first is shown, because it names the function."""
-    tests = lookup(values, answer_key)
+    tests = listed(lookup(values, answer_key))
     if not isinstance(tests, list) or not all(isinstance(test, str) for test in tests):
         raise RowError(f"column {answer_key!r} is not a list of asserts")
     imports = values.get("test_imports") or []
@@ -53,7 +53,7 @@ def mbpp(values: Values, prompt_key: str, answer_key: str) -> Row:
     task = given_answer(lookup(values, prompt_key), prompt_key)
     truth = check_text("\n".join([*filter(None, setup), *tests])) if tests else ""
     shown = f"\n\nIt must pass tests such as:\n\n```python\n{tests[0]}\n```" if tests else ""
-    return _row(f"{task}{shown}", truth, values, "task_id")
+    return _row(f"{task}{shown}", truth)
 
 
 def apps(values: Values, prompt_key: str, answer_key: str) -> Row:
@@ -64,7 +64,7 @@ def apps(values: Values, prompt_key: str, answer_key: str) -> Row:
     name, inputs = tests.get("fn_name"), tests.get("inputs")
     given = {"inputs": inputs, "outputs": tests.get("outputs")} | ({"fn_name": name} if name else {})
     truth = json.dumps(given, ensure_ascii=False) if inputs else ""
-    return _row(_asked(values, prompt_key), truth, values, "problem_id", "difficulty", "url")
+    return _row(_asked(values, prompt_key), truth)
 
 
 def live_code_bench(values: Values, prompt_key: str, answer_key: str) -> Row:
@@ -83,13 +83,11 @@ def live_code_bench(values: Values, prompt_key: str, answer_key: str) -> Row:
             raise RowError("the tests call a function, and the metadata has no 'func_name'")
         given["fn_name"] = name
     truth = json.dumps(given, ensure_ascii=False) if tests else ""
-    asked = _asked(values, prompt_key)
-    return _row(asked, truth, values, "question_id", "platform", "difficulty", "contest_date")
+    return _row(_asked(values, prompt_key), truth)
 
 
-def _row(question: str, truth: str, values: Values, *columns: str) -> Row:
-    prompt = (Message("user", check_text(question)),)
-    return Row("", prompt, check_text(truth), ability="code", extra=columns_of(values, *columns))
+def _row(question: str, truth: str) -> Row:
+    return Row("", (Message("user", check_text(question)),), check_text(truth), ability="code")
 
 
 def _asked(values: Values, prompt_key: str) -> str:
@@ -123,5 +121,5 @@ def _json(value: Any, column: str) -> Any:
         texts = [text for name, text in opcodes if name not in _TEXT_OPCODES]
         return json.loads(texts[0] if len(texts) == 1 and isinstance(texts[0], str) else "")
     except (ValueError, RecursionError, binascii.Error, zlib.error) as error:
-        what = f"column {column!r} is neither JSON nor a compressed text of JSON"
-        raise RowError(f"{what}: {first_line(error)}") from error
+        message = f"column {column!r} is neither JSON nor a compressed text of JSON"
+        raise RowError(f"{message}: {first_line(error)}") from error

@@ -11,18 +11,21 @@ import shlex
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from decimal import Decimal, InvalidOperation
-from functools import cache
+from functools import cache, lru_cache
+from itertools import chain
 from typing import Any, cast
 
+from rlctl.data.literals import listed
 from rlctl.data.records import (
     RowError,
     Values,
     check_last_turn,
+    check_media,
     checked_extra,
-    columns_of,
     episode_columns,
     extra_of,
     given_answer,
+    is_conversation,
     is_integer,
     kind_of,
     lookup,
@@ -31,6 +34,7 @@ from rlctl.data.records import (
     parse_row,
     source_named,
     text_of,
+    with_columns,
 )
 from rlctl.data.schema import Message, Row
 from rlctl.errors import UsageError
@@ -54,22 +58,19 @@ _DAPO_PROBLEM = re.compile(r"\ASolve the following[^\n]*\n\n(.+?)\n\nRemember to
 Reader = Callable[[Values, str, str], Row]
 
 
-def _answered(
-    ability: str = "", truth_of: Callable[[str], str] = str.strip, columns: Sequence[str] = ()
-) -> Reader:
-    """Reads any prompt and any answer, in which `truth_of` finds the ground truth; `columns` are kept."""
+def _answered(ability: str = "", truth_of: Callable[[str], str] = str.strip) -> Reader:
+    """Reads any prompt and any answer, in which `truth_of` finds the ground truth."""
 
     def read(values: Values, prompt_key: str, answer_key: str) -> Row:
         prompt = parse_messages(lookup(values, prompt_key))
-        answer = parse_answer(lookup(values, answer_key), f"column {answer_key!r}")
-        extra = columns_of(values, *columns)
-        truth = truth_of(answer) if answer else ""
-        return Row("", prompt, truth, answer=answer, ability=ability, extra=extra)
+        name = f"column {(column_of(values, answer_key) or answer_key)!r}"
+        answer = parse_answer(lookup(values, answer_key), name)
+        return Row("", prompt, truth_of(answer) if answer else "", answer=answer, ability=ability)
 
     return read
 
 
-_generic = _answered()
+_plain = _answered()
 
 
 def _final_number(solution: str) -> str:
@@ -89,7 +90,9 @@ def _final_number(solution: str) -> str:
 
 def _countdown(values: Values, prompt_key: str, answer_key: str) -> Row:
     """Numbers, and a target to reach with them; the ground truth contains both, as JSON."""
-    numbers, target = lookup(values, prompt_key), lookup(values, answer_key)
+    numbers, target = listed(lookup(values, prompt_key)), lookup(values, answer_key)
+    if isinstance(target, str) and target.strip().isdecimal():  # of a table of texts
+        target = int(target)
     if not isinstance(numbers, list) or not numbers or not all(map(is_integer, numbers)):
         raise RowError(f"column {prompt_key!r} is not a list of whole numbers")
     if not is_integer(target):
@@ -101,13 +104,12 @@ def _countdown(values: Values, prompt_key: str, answer_key: str) -> Row:
 
 def _multiple_choice(values: Values, prompt_key: str, answer_key: str) -> Row:
     """A question with choices, which get letters; the ground truth is the letter of the correct one."""
-    labels, texts = _choices(lookup(values, "choices|options"))
+    labels, texts = _choices(listed(lookup(values, "choices|options")))
     *before, last = parse_messages(lookup(values, prompt_key))
     place = _chosen(lookup(values, answer_key), labels, texts)
     lettered = "\n".join(f"{LETTERS[i]}. {text}" for i, text in enumerate(texts))
     messages = (*before, Message(last.role, f"{last.content}\n\n{lettered}"))
-    extra = columns_of(values, "subject", "category")
-    return Row("", messages, LETTERS[place], answer=texts[place], extra=extra)
+    return Row("", messages, LETTERS[place], answer=texts[place])
 
 
 def _choices(value: Any) -> tuple[list[str], list[str]]:
@@ -166,7 +168,7 @@ def last_boxed(solution: str) -> str:
 
 
 def _verl(values: Values, prompt_key: str, answer_key: str) -> Row:
-    """verl's five columns; all of `extra_info` is kept."""
+    """verl's five columns; all of `extra_info` is kept, and further columns join it."""
     parsed = parse_row(values, prompt_key, answer_key)
     return replace(parsed, extra=checked_extra(dict(parsed.extra)))
 
@@ -179,24 +181,67 @@ def _dapo_math(values: Values, prompt_key: str, answer_key: str) -> Row:
 
 
 def _trl(values: Values, prompt_key: str, answer_key: str) -> Row:
-    """A prompt and an answer column, and perhaps `data_source`, `ability`, `style` and `extra_info`."""
-    parsed, given = _generic(values, prompt_key, answer_key), values.get("extra_info")
-    extra = checked_extra(extra_of(given)) if isinstance(given, Mapping) else {}
-    return replace(
-        parsed,
-        answer=text_of(extra.get("answer")) or parsed.answer,
-        question=text_of(extra.get("question")),
-        data_source=source_named(values, "data_source") if "data_source" in values else "",
-        ability=text_of(values.get("ability")),
-        style=text_of(values.get("style")) or "rule",
-        extra=extra,
+    """A prompt and an answer column, and perhaps `ability` and `style`."""
+    parsed, ability, style = (
+        _plain(values, prompt_key, answer_key),
+        values.get("ability"),
+        values.get("style"),
     )
+    if not ability and not style:
+        return parsed
+    return replace(parsed, ability=text_of(ability), style=text_of(style) or "rule")
+
+
+def _generic(values: Values, prompt_key: str, answer_key: str) -> Row:
+    """A prompt and perhaps an answer, which no record needs unless the user names its column."""
+    is_usual = answer_key == LAYOUTS["generic"].answer_key
+    if is_usual and column_of(values, answer_key) is None and column_of(values, prompt_key):
+        values = {**values, "answer": None}
+    if isinstance(reply := values.get("completion"), list):
+        values = {**values, "completion": reply_of(reply)}
+    return _trl(values, prompt_key, answer_key)
+
+
+def reply_of(completion: list[Any]) -> Any:
+    """The content of a completion that is a list of one message; other lists stay as they are."""
+    only = completion[0] if len(completion) == 1 else None
+    return only["content"] if isinstance(only, Mapping) and "content" in only else completion
+
+
+def _alpaca(values: Values, prompt_key: str, answer_key: str) -> Row:
+    """An instruction, perhaps with an input, and the output."""
+    parsed, given = _plain(values, prompt_key, answer_key), text_of(values.get("input")).strip()
+    if not given:
+        return parsed
+    *before, last = parsed.prompt
+    return replace(parsed, prompt=(*before, replace(last, content=f"{last.content}\n\n{given}")))
+
+
+def _conversation(values: Values, prompt_key: str, answer_key: str) -> Row:
+    """A conversation whose last message, the reply, is the answer."""
+    *before, last = parse_messages(lookup(values, prompt_key))
+    if last.role != "assistant" or not before:
+        return Row("", (*before, last), "")
+    answer = parse_answer(last.content, "the last message")
+    return Row("", tuple(before), answer.strip(), answer=answer)
+
+
+def _ends_with_reply(values: Values) -> bool:
+    """Whether a record is a conversation that ends with a reply, and has no other answer."""
+    column = column_of(values, LAYOUTS["conversation"].prompt_key)
+    if column is None or column_of(values, LAYOUTS["generic"].answer_key) or "prompt" in values:
+        return False
+    try:
+        messages = parse_messages(values[column])
+    except RowError:
+        return False
+    return len(messages) > 1 and messages[-1].role == "assistant"
 
 
 def _openrlhf(values: Values, prompt_key: str, answer_key: str) -> Row:
     """A prompt, a label and an optional `datasource`."""
     source = source_named(values, "datasource") if "datasource" in values else ""
-    return replace(_generic(values, prompt_key, answer_key), data_source=source)
+    return replace(_plain(values, prompt_key, answer_key), data_source=source)
 
 
 @dataclass(frozen=True, slots=True)
@@ -213,6 +258,8 @@ class Layout:
     one_of: Sequence[str] = ()  # columns of which they have at least one
     data_source: str = ""  # of rows from records that name none; "": the file's name
     instruction: str = ""  # follows the question, unless the user gives another one
+    #: columns whose content is in the prompt and the ground truth, and which `extra_info` does not repeat
+    in_truth: Sequence[str] = ()
 
     def recognises(self, values: Values) -> bool:
         """Whether a record has this layout."""
@@ -235,8 +282,10 @@ _READERS: dict[str, Reader] = {
     "apps": apps,
     "livecodebench": live_code_bench,
     "orz": _answered("math"),
-    "aime": _answered("math", columns=("level", "type", "subject", "year")),
-    "math": _answered("math", last_boxed, ("level", "type", "subject")),
+    "aime": _answered("math"),
+    "math": _answered("math", last_boxed),
+    "alpaca": _alpaca,
+    "conversation": _conversation,
     "openrlhf": _openrlhf,
     "trl": _trl,
     "generic": _generic,
@@ -246,13 +295,14 @@ _FORMS: dict[str, Callable[[Values], bool]] = {
     "gsm8k": lambda values: ANSWER_MARK in str(values.get("answer")),
     "dapo-math": lambda values: _is_verl(values) and str(values["data_source"]).startswith("math_dapo"),
     "verl": _is_verl,
-    "countdown": lambda values: isinstance(values.get("nums", values.get("numbers")), list),
+    "countdown": lambda values: isinstance(listed(values.get("nums", values.get("numbers"))), list),
     "multiple-choice": lambda values: isinstance(
-        values.get("choices") or values.get("options"), list | Mapping
+        listed(values.get("choices") or values.get("options")), list | Mapping
     ),
     "orz": lambda values: isinstance(values.get("1"), Mapping),
     "aime": lambda values: isinstance(values.get("answer"), str | int | float | list),
     "math": lambda values: r"\boxed" in str(values.get("solution")),
+    "conversation": _ends_with_reply,
 }
 
 
@@ -286,8 +336,8 @@ def layout_named(name: str) -> Layout:
         if not isinstance(value := getattr(layout, field), str):
             raise UsageError(f"{field} of its Layout is {kind_of(value)}, not text", where=name)
     if problem := call_problem(layout.read, {}, "", ""):
-        what = f"its `read` is called with a record, prompt_key and answer_key: {problem}"
-        raise UsageError(what, where=name, fix="def read(values, prompt_key, answer_key)")
+        message = f"its `read` is called with a record, prompt_key and answer_key: {problem}"
+        raise UsageError(message, where=name, fix="def read(values, prompt_key, answer_key)")
     return layout
 
 
@@ -317,10 +367,97 @@ def _read(layout: Layout, values: Values, prompt_key: str, answer_key: str) -> R
     return replace(
         row,
         prompt=parse_messages(prompt),
-        ground_truth=parse_answer(row.ground_truth, "the ground truth"),
+        ground_truth=parse_answer(row.ground_truth, "the ground truth", reads_literals=False),
         extra=checked_extra(extra_of(row.extra)),
         **cast(Any, {name: text_of(getattr(row, name)) for name in texts}),
     )
+
+
+#: Columns that readers look for, besides those that the layouts name.
+_OTHER_NAMES = (
+    *("choices", "options", "data_source", "datasource", "ability", "style", "extra_info", "reward_model"),
+    *("system", "environment", "tools", "starter_code", "metadata", "test_imports", "test_setup_code"),
+)
+
+
+def _known_names() -> dict[str, str]:
+    """Name in lower case → name of a column that a layout reads."""
+    keys = [f"{layout.prompt_key}|{layout.answer_key}".split("|") for layout in LAYOUTS.values()]
+    columns = [[*layout.columns, *layout.one_of, *layout.in_truth] for layout in LAYOUTS.values()]
+    names = chain(_OTHER_NAMES, *keys, *columns)
+    return {name.lower(): name for name in names if "." not in name}
+
+
+_KNOWN = _known_names()
+
+
+@lru_cache(maxsize=4096)
+def _renamed(names: tuple[str, ...]) -> dict[str, str]:
+    """Column → name that layouts read it by, for columns that differ from it in case or outer spaces.
+
+    Raises:
+        RowError: two columns would have one name.
+    """
+    found: dict[str, str] = {}
+    for name in names:
+        known = _KNOWN.get(name.strip().lower(), name)
+        if known == name:
+            continue
+        others = [column for column, target in found.items() if target == known]
+        if other := known if known in names else next(iter(others), None):
+            raise RowError(f"the columns {other!r} and {name!r} differ only in case: rename one of them")
+        found[name] = known
+    return found
+
+
+def with_known_names(values: Values) -> Values:
+    """The record with the names that layouts read beside those in another case: `Question`, `ANSWER`."""
+    renamed = _renamed(tuple(values))
+    return {**values, **{known: values[name] for name, known in renamed.items()}} if renamed else values
+
+
+def names_column(problem: str) -> bool:
+    """Whether a row cannot be used because the recipe reads other columns than the file has."""
+    return "no column" in problem or "the prompt is" in problem
+
+
+def column_of(values: Values, key: str) -> str | None:
+    """The column, of the alternatives in a key, that a record is read by; None: it has none of them."""
+    return _column_of(tuple(values), key)
+
+
+@lru_cache(maxsize=4096)
+def _column_of(names: tuple[str, ...], key: str) -> str | None:
+    return next((name for name in key.split("|") if name.partition(".")[0] in names), None)
+
+
+def columns_read(recipe: Recipe, values: Values) -> tuple[str | None, str | None]:
+    """The columns of a record that a resolved recipe reads as prompt and answer, by their own names."""
+    return _columns_read(recipe.prompt_key or "", recipe.answer_key or "", tuple(values))
+
+
+@lru_cache(maxsize=4096)
+def _columns_read(prompt_key: str, answer_key: str, names: tuple[str, ...]) -> tuple[str | None, str | None]:
+    own = {known: name for name, known in _renamed(names).items()}
+    prompt, answer = (_column_of((*names, *own), key) for key in (prompt_key, answer_key))
+    return own.get(prompt or "", prompt), own.get(answer or "", answer)
+
+
+@lru_cache(maxsize=4096)
+def _carried_names(
+    recipe: str, prompt_key: str, answer_key: str, names: tuple[str, ...]
+) -> tuple[str | None, tuple[str, ...]]:
+    """The prompt's column if `extra_info` has it unless it is a conversation, and all other columns of it."""
+    renamed = _renamed(names)
+    prompt, answer = _columns_read(prompt_key, answer_key, names)
+    elsewhere = {"extra_info", "data_source", "environment", "tools", *layout_named(recipe).in_truth}
+    if answer and renamed.get(answer, answer) == "answer":
+        elsewhere.add("answer")
+    if prompt and renamed.get(prompt, prompt) in {"prompt", "question", *elsewhere}:
+        elsewhere.add(renamed.get(prompt, prompt))
+        prompt = None
+    carried = (name for name in names if name != prompt and renamed.get(name, name) not in elsewhere)
+    return prompt if prompt in names else None, tuple(carried)
 
 
 #: Usual names of the columns of question and answer, in lower case; the likeliest first.
@@ -357,6 +494,8 @@ class Recipe:
         if name == "auto":
             records = (record.values for source in sources for record in read_records(source))
             name = recognise(next(filter(None, records), {}))
+        if name == "conversation" and self.continue_final_message:
+            name = "generic"
         if self.data_source and self.source_key:
             raise UsageError("--data-source and --source-key exclude each other", fix="give one of them")
         layout = layout_named(name)
@@ -386,29 +525,52 @@ class Recipe:
         Raises:
             RowError: the record lacks a column, or a column has an invalid value.
         """
-        layout = layout_named(self.name)
+        check_media(values)
+        layout, record, values = layout_named(self.name), values, with_known_names(values)
         parsed = _read(layout, values, self.prompt_key or "", self.answer_key or "")
         messages = parsed.prompt
         check_last_turn(messages, continue_final_message=self.continue_final_message)
         if self.instruction:
-            place = len(messages) - 1 - (messages[-1].role == "assistant")
-            asked = replace(messages[place], content=f"{messages[place].content}\n{self.instruction}")
-            messages = (*messages[:place], asked, *messages[place + 1 :])
+            position = len(messages) - 1 - (messages[-1].role == "assistant")
+            asked = replace(messages[position], content=f"{messages[position].content}\n{self.instruction}")
+            messages = (*messages[:position], asked, *messages[position + 1 :])
         starts = messages[0].role == "system"
         if self.system_prompt:
             messages = (Message("system", self.system_prompt), *messages[starts:])
         elif not starts and (system := text_of(values.get("system"))).strip():
             messages = (Message("system", system), *messages)
         own = (self.data_source or "") if self.source_key is None else source_named(values, self.source_key)
-        stored = parsed.extra.get("index")
-        return replace(
-            parsed,
+        if not own and "data_source" in values and not parsed.data_source:
+            own = source_named(values, "data_source")
+        extra = checked_extra(self._carried(record, values, dict(parsed.extra)) | episode_columns(values))
+        stored = extra.get("index")
+        question, answer = (text_of(extra.get(name)) for name in ("question", "answer"))
+        return Row(  # `replace` takes several times as long
             data_source=own or parsed.data_source or layout.data_source or source,
             prompt=messages,
+            ground_truth=parsed.ground_truth,
+            ability=parsed.ability,
+            style=parsed.style,
+            split=parsed.split,
             index=index if stored is None else stored,
-            extra={**parsed.extra, **checked_extra(episode_columns(values))},
-            question=parsed.question or _question(parsed.prompt),
+            question=parsed.question or question or _question(parsed.prompt),
+            answer=answer or parsed.answer,
+            extra=extra,
         )
+
+    def _carried(self, record: Values, values: Values, extra: dict[str, Any]) -> dict[str, Any]:
+        """Fields of `extra_info`: all columns of a record that the row does not store elsewhere.
+
+        `values` is the record with the names that layouts read.
+        """
+        if self.name in {"verl", "dapo-math"}:  # `parse_row` has kept them
+            return extra
+        if isinstance(given := values.get("extra_info"), Mapping):
+            extra = extra_of(given) | extra
+        prompt, names = _carried_names(self.name, self.prompt_key or "", self.answer_key or "", tuple(record))
+        if prompt and not is_conversation(record[prompt]):
+            names = (*names, prompt)
+        return with_columns(extra, record, names)
 
     def read(self, record: Record, source: str, index: int) -> tuple[Row | None, str]:
         """Returns the record's row and "", or None and why it cannot be used; arguments as in `to_row`."""
@@ -435,12 +597,16 @@ class Recipe:
 
 def _question(prompt: Sequence[Message]) -> str:
     """The messages without system messages, separated by empty lines; all if there are no others."""
-    asked = [message.content for message in prompt if message.role != "system"]
+    asked = [message.content or message.other for message in prompt if message.role != "system"]
     return "\n\n".join(asked or [message.content for message in prompt])
 
 
 def recognise(values: Mapping[str, Any]) -> str:
     """Returns the name of the first layout that recognises a record."""
+    try:
+        values = with_known_names(values)
+    except RowError:  # reported where the record is read
+        return "generic"
     return next(name for name, layout in LAYOUTS.items() if layout.recognises(values))
 
 

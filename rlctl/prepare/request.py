@@ -16,6 +16,7 @@ Duplicates = Literal["check", "keep", "drop"]
 NearDuplicates = Literal["count", "drop", "off"]
 Leakage = Literal["report", "drop", "refuse", "off"]
 Overlong = Literal["keep", "drop"]
+NoAnswer = Literal["drop", "keep"]
 
 
 class Progress:
@@ -59,6 +60,10 @@ class PrepareRequest:
     #: arguments of the model's chat template, as `data.chat_template_kwargs` in training
     chat_template_kwargs: Mapping[str, Any] = field(default_factory=dict)
     check_graders: bool = True  # check each ground truth with the grader of its data source
+    #: rows without an answer or with a placeholder: `drop` keeps them if no row of the input has an answer
+    no_answer: NoAnswer = "drop"
+    #: the Parquet files have a column with the `file:row` of each row, for messages
+    keeps_places: bool = False
     rows_per_shard: int = 1_000_000  # maximum rows of one output file
     workers: int | None = None  # local processes; None: one per core, none for a small input
 

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import csv
 import re
+import sys
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from io import BufferedReader, TextIOWrapper
-from itertools import islice
+from itertools import count, islice
 from pathlib import Path
 from typing import Any
 
@@ -18,12 +19,14 @@ import pyarrow.parquet as pq
 from rlctl.data.read import check_splits
 from rlctl.data.records import check_columns
 from rlctl.errors import EnvironmentFailure, UsageError, first_line
+from rlctl.extras import is_installed
 from rlctl.prepare.blocks import (
     ArrowRows,
     Block,
     Content,
     CsvRows,
     Record,
+    bounded_memory,
     records_of,
     to_stream,
 )
@@ -37,6 +40,7 @@ from rlctl.prepare.text_files import (
 )
 
 HUB = "hf:"
+LEAVE_OUT = "leave it out, or write rows into it"
 BLOCK_ROWS = 4096
 BLOCK_BYTES = 2 << 20
 #: Files of `prepare-data` and of `datasets` that contain no rows, or those of other versions.
@@ -103,25 +107,37 @@ def _inside(path: Path) -> list[Source]:
             where=str(path),
             fix=f"name {' or '.join(str(path / name) for name in splits)}",
         )
-    found: list[Source] = []
+    sources: list[Source] = []
     entries: list[Path] = []
     for entry in sorted(path.iterdir()):
         if entry.name.startswith("."):
             continue
         if not entry.is_dir():
             if entry.is_file() and _reader(entry) and not _NOT_ROWS.fullmatch(entry.name):
-                found.append(_file(entry))
+                sources.append(_file(entry))
                 entries.append(entry)
         elif not path.resolve().is_relative_to(entry.resolve()):  # not a link to a parent directory
             below = _inside(entry)
             entries += [entry] if below else []
-            found += below
+            sources += below
     check_splits(path, entries)
     saved = [part for entry in entries if (part := _SAVED.fullmatch(entry.name))]
     if saved and len(saved) != int(saved[0][2]):
-        what = f"the dataset is not complete: it has {len(saved)} of {int(saved[0][2])} files"
-        raise UsageError(what, where=str(path), fix="save it again")
-    return found
+        message = f"the dataset is not complete: it has {len(saved)} of {int(saved[0][2])} files"
+        raise UsageError(message, where=str(path), fix="save it again")
+    return sources
+
+
+def check_hub_package(name: str) -> None:
+    """Checks that a data set of the hub can be read here.
+
+    Raises:
+        EnvironmentFailure: the package `datasets` is missing.
+    """
+    is_loaded = sys.modules.get("datasets") is not None
+    if not is_loaded and not is_installed("datasets"):
+        what = "datasets of the hub are read by the package `datasets`, which is missing"
+        raise EnvironmentFailure(what, where=name, fix='pip install "rlctl[datasets]"')
 
 
 def _hub_files(name: str) -> list[Source]:
@@ -130,19 +146,15 @@ def _hub_files(name: str) -> list[Source]:
     `hf:organisation/name[/configuration][@revision][:split]`; the default configuration is that of the
     dataset, else `main`; the default split is `train`. The name of the sources is `organisation/name`.
     """
-    try:
-        import datasets  # noqa: F401 - checks that it is installed
-    except ImportError as error:
-        what = "datasets of the hub are read by the package `datasets`, which is missing"
-        raise EnvironmentFailure(what, where=name, fix='pip install "rlctl[datasets]"') from error
-    place, _, split = name.removeprefix(HUB).partition(":")
-    place, _, revision = place.partition("@")
-    *parts, last = place.split("/")
-    dataset, config = ("/".join(parts), last) if len(parts) == 2 else (place, None)
+    check_hub_package(name)
+    hub_name, _, split = name.removeprefix(HUB).partition(":")
+    hub_name, _, revision = hub_name.partition("@")
+    *parts, last = hub_name.split("/")
+    dataset, config = ("/".join(parts), last) if len(parts) == 2 else (hub_name, None)
     if not dataset or "[" in split:  # a slice is a view of files that contain more rows
-        what = "a slice of a split cannot be read" if dataset else "no dataset is named"
+        message = "a slice of a split cannot be read" if dataset else "no dataset is named"
         form = "hf:organisation/name[/configuration][@revision][:split]"
-        raise UsageError(what, where=name, fix=f"write {form}")
+        raise UsageError(message, where=name, fix=f"write {form}")
     given = {"split": split or "train"} | ({"revision": revision} if revision else {})
     try:
         loaded = _loaded([dataset, config] if config else [dataset], given)
@@ -199,10 +211,10 @@ def read_blocks(source: Source) -> Iterator[Block]:
         after = f" after row {number}" if number else ""
         codec = CODECS.get(source.path.suffix.lower())
         reason = f"the {codec} data is truncated or damaged: " if codec else ""
-        what = f"the file cannot be read{after}: {reason}{first_line(error)}"
-        raise UsageError(what, where=str(source.path), fix="get it again") from error
+        message = f"the file cannot be read{after}: {reason}{first_line(error)}"
+        raise UsageError(message, where=str(source.path), fix="get it again") from error
     if number == 0:
-        raise UsageError("the file is empty: it has no rows", where=str(source.path))
+        raise UsageError("the file is empty: it has no rows", where=str(source.path), fix=LEAVE_OUT)
 
 
 #: Number of the last row, the rows, bytes of the file read so far.
@@ -225,8 +237,7 @@ def _whole_lines(path: Path, file: BufferedReader) -> Iterator[tuple[int, bytes]
             parts = []
         parts.append(chunk[cut:])
         if sum(map(len, parts)) > MAX_LINE_BYTES:
-            what = f"a line has more than {MAX_LINE_BYTES >> 20} MiB"
-            raise UsageError(what, where=f"{path}:{number + 1}", fix="write each row to a line of its own")
+            raise _too_long(path, number + 1)
     if last := b"".join(parts):
         yield number + 1, last
 
@@ -250,11 +261,11 @@ def _read_csv(path: Path) -> Iterator[Piece]:
         delimiter = csv_delimiter(path, opened.head)
         # Bytes that are not UTF-8 become lone surrogates, so that the checks refuse only their rows.
         text = TextIOWrapper(opened.file, encoding="utf-8-sig", errors="surrogateescape", newline="")
-        rows = _csv_rows(text, delimiter)
+        rows = _csv_rows(_bounded_lines(path, text), delimiter)
         line, header, problem = next(rows, (1, [], ""))
         if header in (["sep="], ["sep=", ""]):  # a line that Excel writes before the header
             line, header, problem = next(rows, (2, [], ""))
-        header = [name.strip() for name in header]
+        header = _named(name.strip() for name in header)
         where = f"{path}:{line}"
         if problem:
             raise UsageError(f"the header cannot be read: {problem}", where=where)
@@ -263,10 +274,33 @@ def _read_csv(path: Path) -> Iterator[Piece]:
             yield piece[-1][0], CsvRows(header, delimiter, piece), opened.position()
 
 
+def _named(header: Iterable[str]) -> list[str]:
+    """The header, in which several columns without a name are numbered from 1."""
+    names = list(header)
+    if names.count("") < 2:
+        return names
+    return [name or f"column_{place}" for place, name in enumerate(names, 1)]
+
+
+def _bounded_lines(path: Path, text: TextIOWrapper) -> Iterator[str]:
+    for number in count(1):
+        line = text.readline(MAX_LINE_BYTES)
+        if len(line) == MAX_LINE_BYTES:
+            raise _too_long(path, number)
+        if not line:
+            return
+        yield line
+
+
+def _too_long(path: Path, number: int) -> UsageError:
+    message = f"a line has more than {MAX_LINE_BYTES >> 20} MiB"
+    return UsageError(message, where=f"{path}:{number}", fix="write each row to a line of its own")
+
+
 def _portion(rows: Iterator[CsvRow], header: list[str]) -> Iterator[CsvRow]:
     """Yields one block of rows; skips repeated headers, as in concatenated files."""
     chars = 0
-    data = (row for row in rows if [name.strip() for name in row[1]] != header)
+    data = (row for row in rows if _named(name.strip() for name in row[1]) != header)
     for line, fields, problem in islice(data, BLOCK_ROWS):
         wrong = f"{len(fields)} fields where the header has {len(header)}"
         yield line, fields, problem or ("" if len(fields) == len(header) else wrong)
@@ -297,12 +331,12 @@ def _read_parquet(path: Path) -> Iterator[Piece]:
     # Without these two settings a row group of any size is read at once.
     with pq.ParquetFile(path, pre_buffer=False, buffer_size=BLOCK_BYTES) as file:
         check_columns(file.schema_arrow.names, str(path))
-        groups = [file.metadata.row_group(place) for place in range(file.metadata.num_row_groups)]
+        groups = [file.metadata.row_group(index) for index in range(file.metadata.num_row_groups)]
         num_rows = max(1, file.metadata.num_rows)
         row_bytes = sum(group.total_byte_size for group in groups) / num_rows
         batches = file.iter_batches(batch_size=max(1, min(BLOCK_ROWS, int(BLOCK_BYTES / (row_bytes + 1)))))
         size = path.stat().st_size
-        for number, rows in _arrow_rows(batches):
+        for number, rows in _arrow_rows(path, batches):
             yield number, rows, size * number // num_rows
 
 
@@ -314,9 +348,9 @@ def _read_arrow(path: Path) -> Iterator[Piece]:
             reader = iter(opened)
         except pa.ArrowInvalid:
             opened = pa.ipc.open_file(file)
-            reader = (opened.get_batch(place) for place in range(opened.num_record_batches))
+            reader = (opened.get_batch(index) for index in range(opened.num_record_batches))
         check_columns(opened.schema.names, str(path))
-        for number, rows in _arrow_rows(piece for batch in reader for piece in _slices(batch)):
+        for number, rows in _arrow_rows(path, (piece for batch in reader for piece in _slices(batch))):
             yield number, rows, file.tell()
 
 
@@ -325,13 +359,18 @@ def _slices(batch: Any) -> Iterator[Any]:
     return (batch.slice(start, step) for start in range(0, batch.num_rows, step))
 
 
-def _arrow_rows(batches: Iterable[Any]) -> Iterator[tuple[int, ArrowRows]]:
+def _arrow_rows(path: Path, batches: Iterable[Any]) -> Iterator[tuple[int, ArrowRows]]:
     """Number of the last row, and the rows, of each batch."""
-    number = 0
-    for batch in batches:
+    number, left = 0, iter(batches)
+    while True:
+        with bounded_memory(path):
+            batch = next(left, None)
+            rows = None if batch is None else ArrowRows(to_stream(batch))
+        if batch is None or rows is None:
+            return
         if batch.num_rows:
             number += batch.num_rows
-            yield number, ArrowRows(to_stream(batch))
+            yield number, rows
 
 
 _READERS: dict[str, Reader] = {

@@ -8,11 +8,12 @@ import io
 import json
 import re
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import orjson
 import pyarrow as pa
 
 from rlctl.errors import UsageError
@@ -39,6 +40,7 @@ _NOT_TEXT = {
     b"\xfd7zXZ": "compressed by xz: unpack it",
     **dict.fromkeys((codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE, codecs.BOM_UTF32_BE), _UTF_16),
 }
+_LONG_NUMBER, _SPACED_COLON = re.compile(rb"\d{19}"), re.compile(rb"\s:")
 _CONTAINER = re.compile(rb'\s*\{\s*"(?i:' + "|".join(CONTAINERS).encode() + rb')"\s*:\s*\[')
 
 
@@ -65,8 +67,8 @@ def open_text(path: Path) -> Iterator[TextFile]:
         head = file.read(HEAD_BYTES)
     kind = next((kind for magic, kind in _NOT_TEXT.items() if head.startswith(magic)), None)
     if kind or b"\0" in head[:2]:  # a zero byte: UTF-16 without a byte-order mark
-        what, _, fix = (kind or _UTF_16).partition(": ")
-        raise UsageError(f"by its content the file is {what}", where=str(path), fix=fix)
+        message, _, fix = (kind or _UTF_16).partition(": ")
+        raise UsageError(f"by its content the file is {message}", where=str(path), fix=fix)
     file, position = _opened(path)
     with file:
         yield TextFile(file, head, len(head) < HEAD_BYTES, position)
@@ -109,10 +111,33 @@ def parse_json(text: bytes) -> Any:
     Raises:
         ValueError: it is not valid; a `UnicodeDecodeError` or `JSONDecodeError` gives the place.
     """
+    with suppress(orjson.JSONDecodeError):
+        value = orjson.loads(text)
+        if _is_exact(text, value):
+            return value
     try:
         return json.loads(text.decode("utf-8-sig"), object_pairs_hook=_with_unique_keys)
     except RecursionError:
         raise ValueError("nested too deeply") from None
+
+
+def _is_exact(text: bytes, value: Any) -> bool:
+    """Whether `value`, which orjson read, is surely what `parse_json` returns.
+
+    orjson keeps the last of equal keys, and rounds integers of more than 64 bits.
+    """
+    if _SPACED_COLON.search(text) or _LONG_NUMBER.search(text):
+        return False
+    return text.count(b'":') == _num_keys(value)  # more: a key occurs twice, or in a text
+
+
+def _num_keys(value: Any) -> int:
+    """Keys of all objects in a value."""
+    if isinstance(value, dict):
+        return len(value) + sum(_num_keys(item) for item in value.values() if isinstance(item, dict | list))
+    if isinstance(value, list):
+        return sum(_num_keys(item) for item in value if isinstance(item, dict | list))
+    return 0
 
 
 def _with_unique_keys(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
@@ -146,8 +171,8 @@ def document_rows(path: Path, file: io.BufferedReader) -> list[Any]:
     """
     text = file.read(MAX_DOCUMENT_BYTES + 1)
     if len(text) > MAX_DOCUMENT_BYTES:
-        what = f"a JSON document of more than {MAX_DOCUMENT_BYTES >> 20} MiB"
-        raise UsageError(what, where=str(path), fix="write one object per line (.jsonl)")
+        message = f"a JSON document of more than {MAX_DOCUMENT_BYTES >> 20} MiB"
+        raise UsageError(message, where=str(path), fix="write one object per line (.jsonl)")
     try:
         value = parse_json(text)
     except UnicodeDecodeError as error:
@@ -155,8 +180,8 @@ def document_rows(path: Path, file: io.BufferedReader) -> list[Any]:
         raise UsageError("not valid UTF-8", where=f"{path}:{line}") from None
     except ValueError as error:
         line = getattr(error, "lineno", 0)
-        what = f"invalid JSON: {getattr(error, 'msg', error)}"
-        raise UsageError(what, where=f"{path}:{line}" if line else str(path)) from None
+        message = f"invalid JSON: {getattr(error, 'msg', error)}"
+        raise UsageError(message, where=f"{path}:{line}" if line else str(path)) from None
     return value if isinstance(value, list) else _rows_in(path, value)
 
 
@@ -173,8 +198,8 @@ def _rows_in(path: Path, value: Any) -> list[Any]:
     if len(value) == 1 and isinstance(inner := next(iter(value.values())), dict):
         return _rows_in(path, inner)
     if several := containers or (lists if value and len(lists) == len(value) else []):
-        what = f"the object holds several lists of rows: {', '.join(several)}"
-        raise UsageError(what, where=str(path), fix="write each list to a separate file")
+        message = f"the object holds several lists of rows: {', '.join(several)}"
+        raise UsageError(message, where=str(path), fix="write each list to a separate file")
     if len(value) > 1 and _are_columns(list(value.values())):
         fix = "write a list of rows, in pandas `to_json(path, orient='records')`"
         raise UsageError("the object holds columns, not rows", where=str(path), fix=fix)

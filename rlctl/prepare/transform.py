@@ -22,10 +22,10 @@ from numpy.typing import NDArray
 
 from rlctl.data.schema import EXTRA_COLUMNS, LARGE_SCHEMA, Row, batch_of
 from rlctl.prepare.blocks import Block, Record, records_of, to_stream
-from rlctl.prepare.duplicates import normalise, text_key
-from rlctl.prepare.findings import EXAMPLES_SHOWN, Doubt, placeholder, row_doubts
+from rlctl.prepare.duplicates import ID_COLUMNS, column_keys, normalise, text_key
+from rlctl.prepare.findings import EXAMPLES_SHOWN, Doubt, has_number, placeholder, row_doubts
 from rlctl.prepare.lengths import MeasuredRow, PromptLengths
-from rlctl.prepare.recipes import Recipe
+from rlctl.prepare.recipes import Recipe, columns_read
 
 #: Keys of each row: name → type. Each key has a separate file, so that only one at a time is in memory.
 KEYS: dict[str, Any] = {
@@ -33,6 +33,8 @@ KEYS: dict[str, Any] = {
     "split": np.uint64,  # hash of the question and the seed
     "exact": np.uint64,  # hash of the normalised question
     "answer": np.uint32,  # hash of the ground truth
+    "columns": np.uint64,  # hash of the other columns, see `duplicates.column_keys`
+    **dict.fromkeys(ID_COLUMNS, np.uint64),  # hash of each of these columns; 0 without it
     "tokens": np.int32,  # length of the rendered prompt; -1 if not measured
 }
 
@@ -59,10 +61,13 @@ class Transformed:
     #: (rows,) data source and ground truth; None for placeholders, and unless `is_ruled`
     truths: list[tuple[str, str] | None]
     placeholders: dict[int, str]  # index among the usable rows → the placeholder; see `findings.placeholder`
-    sources: Counter[str]  # rows per data source
+    sources: Counter[str]  # rows with an answer per data source
+    numbers: Counter[str]  # of these, rows whose answer is a number
     doubts: list[tuple[int, list[Doubt]]]  # row number and doubts, of doubtful rows
     num_bytes: int  # size of the usable rows in memory
     has_other: bool  # some rows have fields of `extra_info` without a separate column
+    has_calls: bool  # some messages have fields besides role and content
+    columns: dict[str, bool]  # field of `extra_info` → some row has a value
 
     @property
     def num_rows(self) -> int:
@@ -80,8 +85,8 @@ def usable_rows(
     bad: list[Record] = []
     records: list[Record] = []
     rows: list[Row] = []
-    for place, record in enumerate(records_of(block)):
-        row, problem = recipe.read(record, block.source, -1 - place)
+    for index, record in enumerate(records_of(block)):
+        row, problem = recipe.read(record, block.source, -1 - index)
         if row is None:
             bad.append(record._replace(problem=problem))
         else:
@@ -98,35 +103,49 @@ def transform(plan: TransformPlan, block: Block) -> Transformed:
     usable, bad = usable_rows(plan.recipe, plan.lengths, block)
     rows = [one.row for _, one in usable]
     split = (blake2b(f"{plan.seed}\n{row.question}".encode(), digest_size=8).digest() for row in rows)
-    found = {
+    columns_of_rows = {
         "number": [record.number for record, _ in usable],
         "split": [int.from_bytes(digest, "big") for digest in split],
         "exact": [text_key(normalise(row.question)) for row in rows],
         "answer": [crc32(row.ground_truth.encode()) for row in rows],
         "tokens": [one.num_tokens for _, one in usable],
     }
-    keys = {name: np.array(values, dtype=KEYS[name]) for name, values in found.items()}
+    others = [
+        column_keys(one.row.extra, columns_read(plan.recipe, record.values or {})[1])
+        for record, one in usable
+    ]
+    columns_of_rows["columns"] = [columns for columns, _ in others]
+    columns_of_rows |= {name: [ids[name] for _, ids in others] for name in ID_COLUMNS}
+    keys = {name: np.array(values, dtype=KEYS[name]) for name, values in columns_of_rows.items()}
     batch = batch_of(rows)
-    placeholders = {place: what for place, row in enumerate(rows) if (what := placeholder(row))}
+    placeholders = {index: what for index, row in enumerate(rows) if (what := placeholder(row))}
     return Transformed(
         num_records=len(usable) + len(bad),
         rows=to_stream(batch, compression="lz4"),
         keys=keys,
         bad=bad,
         truths=[
-            (row.data_source, row.ground_truth) if row.is_ruled and place not in placeholders else None
-            for place, row in enumerate(rows)
+            (row.data_source, row.ground_truth) if row.is_ruled and index not in placeholders else None
+            for index, row in enumerate(rows)
         ],
         placeholders=placeholders,
-        sources=Counter(row.data_source for row in rows),
-        doubts=[
-            (record.number, doubts)
-            for record, one in usable
-            if (doubts := row_doubts(one.row, record.values or {}))
-        ],
+        sources=Counter(row.data_source for row in rows if row.ground_truth),
+        numbers=Counter(row.data_source for row in rows if has_number(row)),
+        doubts=[(record.number, doubts) for record, one in usable if (doubts := row_doubts(one.row))],
         num_bytes=batch.nbytes,
         has_other=any(row.extra.keys() - EXTRA_COLUMNS for row in rows),
+        has_calls=any(row.has_calls for row in rows),
+        columns=_columns(rows),
     )
+
+
+def _columns(rows: Sequence[Row]) -> dict[str, bool]:
+    """Field of `extra_info` → whether some row has a value that is neither null nor empty."""
+    found: dict[str, bool] = {}
+    for row in rows:
+        for name, value in row.extra.items():
+            found[name] = found.get(name, False) or value not in (None, "", [], {})
+    return found
 
 
 @dataclass(frozen=True, slots=True)
@@ -182,6 +201,8 @@ class Staging:
         self.num_records = 0  # input rows
         self.num_rows = 0  # usable rows
         self.has_other = False  # some rows have fields of `extra_info` without a separate column
+        self.has_calls = False  # some messages have fields besides role and content
+        self.columns: dict[str, bool] = {}  # field of `extra_info` → some row has a value
 
     def __enter__(self) -> Self:
         self._directory.mkdir()
@@ -204,6 +225,8 @@ class Staging:
         self.num_records += done.num_records
         self.num_rows += done.num_rows
         self.has_other |= done.has_other
+        self.has_calls |= done.has_calls
+        self.columns |= {name: has or self.columns.get(name, False) for name, has in done.columns.items()}
 
     def finish(self) -> None:
         """Closes the files; call it after the last `add`."""

@@ -7,8 +7,21 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from rlctl.markup import group_end
-from rlctl.reward.assertion import asserted_part, in_languages, is_asserted
-from rlctl.reward.numbers import FOREIGN, SCALES, SPELLED, legible, plain
+from rlctl.reward.assertion import asserted_part, is_asserted
+from rlctl.reward.continuations import is_harmless, leaves_mark
+from rlctl.reward.languages import Language, in_languages, language_of, may_announce, with_decimal_points
+from rlctl.reward.number_words import SPELLED, in_figures
+from rlctl.reward.numbers import (
+    FOREIGN,
+    SCALES,
+    calculate,
+    legible,
+    measure,
+    plain,
+    replaced,
+    replacements,
+)
+from rlctl.reward.statements import is_announcement
 from rlctl.reward.thoughts import without_thoughts
 
 #: Maximum characters read from one place, because patterns backtrack on long texts.
@@ -19,8 +32,11 @@ MAX_LABELLED_CHARS = 200
 MAX_WORDS = 4
 #: Maximum number of marks of one kind that are read: the last ones.
 MAX_MARKS = 16
-#: Maximum characters of a response that are read, counted from its end.
-MAX_RESPONSE_CHARS = 200_000
+#: Characters at the end of a response by which its language is recognised.
+MAX_LANGUAGE_CHARS = 500
+#: Characters of a response that are read, after its thoughts: the last ones. Some patterns take time that is
+#: quadratic in them.
+MAX_RESPONSE_CHARS = 20_000
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,6 +47,7 @@ class Place:
     is_whole: bool  # the text is only the answer; False: prose that contains it
     is_marked: bool = False  # in a box, in a tag or after `####`; later places are not tried
     is_announced: bool = False  # after "the answer is"; later places are not tried for texts
+    rest: str = ""  # what follows a marked answer, if it announces an answer again
 
 
 _DIGIT = re.compile(r"\d")
@@ -61,7 +78,7 @@ _CORRECTION = re.compile(
 
 #: A box, also without braces: `\boxed 42`, up to the end of the formula, line or sentence.
 _BOX = re.compile(
-    r"\\(?:boxed|fbox)(?:\s*\{|\s*(?=[-+.]?\d|\\[A-Za-z])(?P<bare>(?:[^$\n\\.]|\.(?=\d)|\\[^)\]])+))"
+    r"\\(?:boxed|fbox|framebox)(?:\s*\{|\s*(?=[-+.]?\d|\\[A-Za-z])(?P<bare>(?:[^$\n\\.]|\.(?=\d)|\\[^)\]])+))"
 )
 #: A sign before a box: `$x=-\\boxed{5}$`. After white space at the start of a line it is a bullet.
 _SIGN = re.compile(r"(?:[=$]|\\[\[(])\s*(-|\\pm)\s*\Z|^(-)\Z", re.MULTILINE)
@@ -72,43 +89,83 @@ _BETWEEN = re.compile(
 )
 #: Text before and after a box that is an operand: `2\boxed{7}`, `\boxed{7}^2`, `\boxed{7}$ million`.
 _OPERATOR = re.compile(
-    r"(?:\d|[\d)}]\s*[+*/×÷^]\s*|\\(?:cdot|times|div)\s*"
-    r"|\\(?:sqrt|[dtc]?frac)\s*(?:\[\w+\]|\{[^{}]*\})?\s*\{[^{}]*)\Z"
+    r"(?:\d|(?<![A-Za-z\\])[A-Za-z]|\\(?:[lr]?vert|lfloor|lceil)\s*|[_^]\s*\{?|\d\s*\(|(?<=0)\.|[\d)}]\s*[+*/×÷^]\s*|\\(?:cdot|times|div)\s*"
+    r"|\\(?:sqrt|[dtc]?frac)\s*(?:\[\w+\]|\{[^{}]*\})?\s*\{[^{}]*"
+    r"|\\(?:log|ln|lg|exp|(?:arc)?(?:sin|cos|tan))(?:_(?:\w|\{\w{1,4}\}))?\s*(?:\\left\s*)?\(?\s*)\Z"
 )
 _OPERAND_OF = re.compile(
-    r"\s*(?:[-+*/×÷^]\s*[({]*\s*-?\d|\\(?:cdot|times|div|pi|sqrt|[dtc]?frac)(?![a-z])(?!\s*\\text)"
+    r"\.?\d|(?:,|\{,\})\d|(?:\\[,!: ]|~)\d{3}(?!\d)|(?:st|nd|rd|th)\b|'+\s*\$"
+    r"|(?:[\s$;|&,]|\\[ ,;:!()\[\]]|\\(?:mid|vert|q?quad)(?![a-z])|\b(?:and|or)\b)++-?\d[\d.]*[\s$.)\]]*\Z"
+    r"|\{\s*-?\d|!(?=\s*(?:\$|\\[)\]]))|\s*(?:[-+*/×÷^]\s*[({]*\s*-?\d|\\(?:cdot|times|div|pi|sqrt|[dtc]?frac)(?![a-z])(?!\s*\\text)"
+    r"|(?:[-+*/×÷^]|\\(?:cdot|times|div))\s*(?:\\f?box(?:ed)?\b|[b-zA-HJ-Z](?![A-Za-z]))"
+    r"|(?:[<>≤≥]|\\(?:[lg]eq?|[lg]t)(?![a-z]))\s*[a-zA-Z](?![A-Za-z])|(?:\\pm(?![a-z])|[±:])\s*\d"
     rf"|(?<!\s)[A-Za-z](?![A-Za-z]))|(?:[\s~$]|\\[)\]]|\\text\w*\s*\{{)*(?:{'|'.join(SCALES)})s?\b"
 )
+_AROUND = replacements("around", re.IGNORECASE)
 _HASH = re.compile(r"####+(?!#)[ \t]*(?:\n\s*)?(?P<line>[^\n]*)")
 #: `#### Step 2` and `#### 2. Add them up` are headings.
 _HEADING = re.compile(r"\s*(?:\d+[.):]\s+\S|\**[A-Za-z]+[a-z ]*\d*\**\s*:?\**\s*$|[A-Za-z]{2,})")
 _TAG = re.compile(r"<answer>(?P<text>.*?)(?:</answer>|$)", re.DOTALL | re.IGNORECASE)
 _WORD = re.compile(rf"[^\W\d_]{{2,}}|{FOREIGN}+")
 _JOINT = r"[\"'*_`\s]*"
-_IS = re.compile(
+_IS_IN_ENGLISH = (
     r"(?<!\bif )(?<!\bif the )(?<!whether )(?<!whether the )\banswers?(?:\s+(?:to|for|of)\b[^.\n:]{0,100}?)?"
     + _JOINT
     + r"(?:\bis\b|\bwas\b|\b(?:would|will|should|must) be\b|\bequals\b|=)(?!\s+(?:in|wrong|correct)\b)"
     + _JOINT
-    + rf":?|(?:{in_languages('answer')})\s*(?:{in_languages('is')}|[—–-])?[\s:*]*(?=[$\\]*-?\d|[$\\])",
-    re.IGNORECASE,
+    + ":?"
 )
-_LABEL = re.compile(
+_IS_ELSEWHERE = rf"(?:{in_languages('answer')})\s*(?:{in_languages('is')}|[—–-])?[\s:*]*(?=[$\\]*-?\d|[$\\])"
+_LABEL_IN_ENGLISH = (
     r"(?:^|(?<=[\s*#_(\"'{.]))(?:(?:final|correct)\s+)?(?:answer|ans)(?:\s*\([^)\n]*\))?"
     + _JOINT
     + r":"
     + _JOINT
-    + rf"|(?:{in_languages('answer')}){_JOINT}:{_JOINT}"
     + r"|^[#*_ ]*(?:the\s+)?(?:final\s+)?answer[*_ ]*\n|^[*_ ]*A[*_ ]*[:.]"
-    + _JOINT,
-    re.IGNORECASE | re.MULTILINE,
+    + _JOINT
 )
+_LABEL_ELSEWHERE = rf"(?:{in_languages('answer')}){_JOINT}:{_JOINT}"
+_FLAGS = re.IGNORECASE | re.MULTILINE
+#: Announcements and labels of the answer, by whether other languages than English are read.
+_IS = {
+    False: re.compile(_IS_IN_ENGLISH, _FLAGS),
+    True: re.compile(f"{_IS_IN_ENGLISH}|{_IS_ELSEWHERE}", _FLAGS),
+}
+_LABEL = {
+    False: re.compile(_LABEL_IN_ENGLISH, _FLAGS),
+    True: re.compile(f"{_LABEL_IN_ENGLISH}|{_LABEL_ELSEWHERE}", _FLAGS),
+}
 _SENTENCE_END = re.compile(
-    r"(?<!\bapprox)(?<!\bMr)(?<!\bMrs)(?<!\bMs)(?<!\bDr)(?<!\bvs)(?<!\be\.g)(?<!\bi\.e)"
+    r"(?<!\bapprox)(?<!\bmin)(?<!\bmax)(?<!\bMr)(?<!\bMrs)(?<!\bMs)(?<!\bDr)(?<!\bvs)(?<!\be\.g)(?<!\bi\.e)"
     r"(?:[.?]|!(?!\s*(?:\$|\\[)\]])))[\"')*\]$]*\s+(?!\\[\])])(?=\S)|\n+"  # not the factorial in $5!$
 )
+#: A derivation in lines, which may be broken before a relation.
+_DERIVATION = re.compile(
+    r"\\begin\s*\{((?:align(?:ed|at)?|gather(?:ed)?|split|eqnarray|multline|equation)\*?)\}"
+    r"(?:\[\w\])?(?:\{\d\})?(.*?)"
+    r"\\end\s*\{\1\}",
+    re.DOTALL,
+)
+#: Text that Markdown or HTML strikes out.
+_STRUCK_OUT = re.compile(
+    r"(?<!~)~~(?![~\s])[^~\n]{1,200}+~~(?!~)|<(del|strike|s)>[^<>\n]{1,200}+</\1>", re.IGNORECASE
+)
+_LINE_END = re.compile(r"\\\\(?:\[[^\]]*\])?")
+_RELATION = re.compile(r"\s*(?:[=<>≤≥≈]|\\(?:approx|[lg]eq?|equiv|sim)(?![a-z]))")
+_ARROW = re.compile(
+    r"\s*(?:\\(?:implies|Rightarrow|Longrightarrow|iff|Leftrightarrow|therefore)(?![a-z])|=>)\s*"
+)
+_ASSIGNMENT = re.compile(r"\s*[A-Za-z](?:_\w)?\s*=[^=]*")
+_SENTENCE = re.compile(r"(?:[^\n.?!]|[.?!](?!\s))+[.?!]?\s*|[\n.?!]\s*")
+#: What other languages write otherwise than English.
+_FOREIGN_NUMBER = re.compile(r"\d[., ]\d")
 #: A sentence that is cut off before its number: "20 cups in the final meal, the total number of cups".
 _BROKEN_OFF = re.compile(r",\s+[A-Za-z']+\s+[A-Za-z']+\s+[^\d,.!?]*[A-Za-z]\s*$")
+#: Text after an answer that gives its reason.
+_REASON = re.compile(
+    r",?\s+(?:(?:because|since)\s|as (?:required|desired|expected|claimed|needed|wanted|stated)\b).*",
+    re.DOTALL | re.IGNORECASE,
+)
 _DANGLING = re.compile(r"[-+*/×÷·=^(]\s*$")
 
 
@@ -127,38 +184,124 @@ def places(response: str) -> Iterator[Place]:
     next exercise of a few-shot prompt, is ignored.
     """
     text = asserted_part(own_part(response))
-    found: list[str] = []
-    since = denied = 0  # where the sentence of the last denied answer begins, and where that answer ends
+    language = language_of(text[-MAX_LANGUAGE_CHARS:])
+    text = in_english_notation(text, language)
+    marks = _marked(text)
+    if marks.answers and not _is_left(text, marks.end, marks.answers[0]):
+        return
+    text = text[marks.denied_end :]
+    for answer in marks.answers:
+        content = replaced(answer, _AROUND)
+        if len(content) <= MAX_LABELLED_CHARS:
+            yield Place(content, True, is_marked=bool(_CONTENT.search(content)), rest=marks.rest)
+        else:
+            yield from _conclusion(content, language)
+    is_foreign = may_announce(text)
+    announced = [(m.start(), m.end(), False) for m in _last(_IS[is_foreign], text)]
+    announced += [(m.start(), m.end(), True) for m in _last(_LABEL[is_foreign], text)]
+    for start, end, is_label in sorted(announced, reverse=True):
+        before, after = sentence_around(text, start, end)
+        if not is_asserted(before + text[start:end], "") or not is_announcement(before + text[start:end]):
+            text = text[end + len(after) :]
+            break
+        later = text[end + len(after) :][:MAX_CHARS]
+        is_whole = not later.lstrip().startswith("=")  # not "5! = 120"
+        if is_whole and _is_answer(after, is_label=is_label) and not is_harmless(later, after):
+            return
+        if language_of(before + text[start:end] + after, language).is_known:
+            yield from _announced(text[end:], is_label, language)
+    if _is_terse(text) and not _DANGLING.search(plain(text)) and language_of(text).is_known:
+        yield Place(text, True)
+    yield from _conclusion(text, language)
+
+
+def _is_left(text: str, end: int, content: str) -> bool:
+    """Whether the text after a mark that ends at `end` leaves its answer as it is."""
+    _, sentence = sentence_around(text, end, end)
+    return leaves_mark(sentence, text[end + len(sentence) :], content)
+
+
+def _is_answer(announced: str, *, is_label: bool) -> bool:
+    """Whether a sentence after an announcement is the answer, not reasoning or the letter of an option."""
+    is_brief = len(announced.split()) <= MAX_WORDS
+    if is_label:
+        return is_brief and _DIGIT.search(announced) is not None
+    return _DIGIT.search(announced) is not None or (is_brief and _WORD.search(announced) is not None)
+
+
+@dataclass(frozen=True, slots=True)
+class _Marks:
+    """The marked answers of a text."""
+
+    answers: list[str]  # the last first; none before a denied one
+    end: int = 0  # of the last of them
+    rest: str = ""  # what follows it, if that announces an answer again
+    denied_end: int = 0  # of the last denied answer
+
+
+def _marked(text: str) -> _Marks:
+    """What boxes, tags and lines after `####` state."""
+    answers: list[str] = []
+    last_end = since = denied = 0  # `since`: where the sentence of the last denied answer begins
     for start, end, answer in sorted([*_boxes(text), *_hashes(text), *_tags(text)], reverse=True):
         before, after = sentence_around(text, start, end)
         if start < since:
             break
-        if is_asserted(before, after) and not (text[start] == "\\" and _is_operand(before, after)):
-            found.append(answer)
+        is_part = text[start] == "\\" and (_is_operand(before, after) or _is_unequal(before, answer, after))
+        if is_asserted(before, after) and not is_part:
+            last_end = last_end or end
+            answers.append(answer)
         elif not denied:
             since, denied = start - len(before), end
-    text = text[denied:]
-    for answer in found:
-        if len(answer) <= MAX_LABELLED_CHARS:
-            yield Place(answer, True, is_marked=bool(_CONTENT.search(answer)))
-        else:
-            yield from _conclusion(answer)
-    announced = [(m.start(), m.end(), False) for m in _last(_IS, text)]
-    announced += [(m.start(), m.end(), True) for m in _last(_LABEL, text)]
-    for start, end, is_label in sorted(announced, reverse=True):
-        before, after = sentence_around(text, start, end)
-        if not is_asserted(before + text[start:end], ""):
-            text = text[end + len(after) :]
-            break
-        yield from _announced(text[end:], is_label)
-    if _is_terse(text) and not _DANGLING.search(plain(text)):
-        yield Place(text, True)
-    yield from _conclusion(text)
+    is_repeated = bool(answers) and _IS[True].search(text, last_end) is not None
+    return _Marks(answers, last_end, text[last_end:] if is_repeated else "", denied)
+
+
+def in_english_notation(text: str, language: Language) -> str:
+    """A text whose numbers are written as in English: with decimal points, and with figures instead of words.
+
+    Args:
+        language: of the text; its sentences may be in others.
+    """
+    if language.name == "english" and (text.isascii() or not _FOREIGN_NUMBER.search(text)):
+        return text
+    return "".join(_sentence_in_english(sentence, language) for sentence in _SENTENCE.findall(text))
+
+
+def _sentence_in_english(sentence: str, language: Language) -> str:
+    own = language_of(sentence, language)
+    if own.name != "english" and not _DIGIT.search(sentence):
+        return in_figures(sentence, own.name)
+    return with_decimal_points(sentence) if own.has_decimal_comma else sentence
 
 
 def _is_operand(before: str, after: str) -> bool:
-    """Whether a box is an operand, by the text before and after it; not within an equation."""
-    return "=" not in after and bool(_OPERATOR.search(before) or _OPERAND_OF.match(after))
+    """Whether a box is an operand, by the text before and after it; not a blank: 3 + □ = 7."""
+    is_absolute = _BAR_BEFORE.search(before) and _BAR_AFTER.match(after)
+    return bool(is_absolute or _OPERAND_OF.match(after) or ("=" not in after and _OPERATOR.search(before)))
+
+
+#: Bars of an absolute value around a box.
+_BAR_BEFORE, _BAR_AFTER = (
+    re.compile(r"(?:^|[^|])(?:\\left\s*)?\|\s*\Z"),
+    re.compile(r"\s*(?:\\right\s*)?\|(?!\|)"),
+)
+#: A side of an equation before and after a box.
+_LEFT_SIDE = re.compile(r"([^=$\n:;,]{1,80})=\s*\Z")
+_RIGHT_SIDE = re.compile(r"\s*=\s*([^=$\n:;,]{1,80})")
+
+
+def _is_unequal(before: str, answer: str, after: str) -> bool:
+    r"""Whether a box is a side of an equation whose other side has another value: $46 = \boxed{64}$."""
+    value = measure(plain(answer))
+    sides = [_LEFT_SIDE.search(before), _RIGHT_SIDE.match(after)]
+    others = [calculate(plain(side[1]).strip(" .")) for side in sides if side]
+    is_term = _OPERATOR.search(before) is not None  # a blank: 3 + □ = 10
+    return (
+        value is not None
+        and not is_term
+        and any(other is not None and not value.rounds(other) for other in others)
+    )
 
 
 def sentence_around(text: str, start: int, end: int) -> tuple[str, str]:
@@ -173,7 +316,9 @@ def own_part(response: str, evidence: re.Pattern[str] = _DIGIT) -> str:
     A further exercise is removed only if a match of `evidence` precedes it.
     """
     text = legible(without_thoughts(response)[-MAX_RESPONSE_CHARS:].replace("\r\n", "\n"))
-    text = re.sub(r"<<[^<>\n]*>>", "", text).strip()
+    text = _STRUCK_OUT.sub("", re.sub(r"<<[^<>\n]*>>", "", text)).strip()
+    if "\\begin" in text:
+        text = _DERIVATION.sub(_last_line, text)
     end = next((m.start() for m in _TURN_END.finditer(text) if m.start() > 0), len(text))
     text = text[:end]
     starts = list(_NEXT_QUESTION.finditer(text))
@@ -183,14 +328,30 @@ def own_part(response: str, evidence: re.Pattern[str] = _DIGIT) -> str:
     return text[: next((m.start() for m in starts if m.start() > first), len(text))]
 
 
+def _last_line(derivation: re.Match[str]) -> str:
+    """The last line of a derivation, with its beginning; all lines of a system of equations."""
+    lines: list[str] = []
+    for line in filter(str.strip, _LINE_END.split(derivation[2].replace("&", ""))):
+        shown = _ARROW.sub("", line, count=1).strip() if _ARROW.match(line) else line.strip()
+        if lines and _RELATION.match(shown):
+            lines[-1] = f"{lines[-1]} {shown}"
+        else:
+            lines.append(shown)
+    assigned = {line.partition("=")[0].strip() for line in lines if _ASSIGNMENT.fullmatch(line)}
+    is_system = len(assigned) == len(lines) > 1
+    if is_system or (len(lines) > 1 and "boxed" in derivation[2]):
+        return r"\begin{aligned}" + r" \\ ".join(lines) + r"\end{aligned}"
+    return lines[-1] if lines else ""
+
+
 def _last(mark: re.Pattern[str], text: str) -> list[re.Match[str]]:
     return list(mark.finditer(text))[-MAX_MARKS:]
 
 
 def _first(pattern: re.Pattern[str], text: str) -> int:
     """Start of the first match, or the text's length."""
-    found = pattern.search(text)
-    return found.start() if found else len(text)
+    match = pattern.search(text)
+    return match.start() if match else len(text)
 
 
 def _boxes(text: str) -> list[tuple[int, int, str]]:
@@ -240,19 +401,26 @@ def _tags(text: str) -> Iterator[tuple[int, int, str]]:
         yield match.start(), match.end(), match["text"].strip()
 
 
-def _announced(rest: str, is_label: bool) -> Iterator[Place]:
+def _announced(rest: str, is_label: bool, language: Language) -> Iterator[Place]:
     start = rest.lstrip()[:MAX_CHARS]
     formula = MATHS.match(start)
     formula_end = formula.end() if formula else 0
     first = (start[:formula_end] + _SENTENCE_END.split(start[formula_end:], maxsplit=1)[0]).strip()
+    brief = _REASON.sub("", first)
+    has_reason = brief != first and _is_terse(brief) and bool(_CONTENT.search(brief))
+    first = brief if has_reason else first
     if not first or _DANGLING.search(plain(first)):
         return
     if not is_label:
         yield Place(first, False, is_announced=True)
-    elif _is_terse(first) and "=" not in first and (not first[0].isalpha() or first in start.splitlines()):
-        yield Place(first, True, is_announced=True)
+    elif (
+        _is_terse(first)
+        and "=" not in first
+        and (has_reason or not first[0].isalpha() or first in start.splitlines())
+    ):
+        yield Place(first if formula_end else first.rstrip("!"), True, is_announced=True)
     else:  # reasoning that begins with "Answer:"
-        yield from _conclusion(rest)
+        yield from _conclusion(rest, language)
 
 
 def _is_terse(text: str) -> bool:
@@ -262,8 +430,11 @@ def _is_terse(text: str) -> bool:
     )
 
 
-def _conclusion(text: str) -> Iterator[Place]:
-    """Yields the last sentence with a number or formula; nothing if the text is cut off."""
+def _conclusion(text: str, language: Language) -> Iterator[Place]:
+    """Yields the last sentence with a number or formula.
+
+    Nothing if the text is cut off, or the sentence is in a language whose denials are not known.
+    """
     first_digit = _first(_DIGIT, text)
     cut = next((m.start() for m in _AFTERWORD.finditer(text) if m.start() > first_digit), len(text))
     tail = text[:cut][-MAX_CHARS:]
@@ -271,10 +442,12 @@ def _conclusion(text: str) -> Iterator[Place]:
         return
     sentences = [sentence for sentence in _SENTENCE_END.split(tail) if sentence.strip()]
     number = _NUMBER if _NUMBER.search(tail) else SPELLED
-    for place, sentence in enumerate(reversed(sentences)):
+    for index, sentence in enumerate(reversed(sentences)):
         if number.search(sentence) or MATHS.search(sentence):
-            if place > 0 or not _BROKEN_OFF.search(sentence):
+            is_whole = index > 0 or not _BROKEN_OFF.search(sentence)
+            later = "\n".join(sentences[len(sentences) - index :])
+            if is_whole and is_harmless(later, sentence) and language_of(sentence, language).is_known:
                 yield Place(sentence, False)
             return
-        if place == 0 and len(sentence.split()) > 3 and sentence.rstrip()[-1].isalnum():
+        if index == 0 and len(sentence.split()) > 3 and sentence.rstrip()[-1].isalnum():
             return

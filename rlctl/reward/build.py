@@ -9,22 +9,36 @@ from __future__ import annotations
 import re
 import traceback
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from functools import lru_cache, partial
 from typing import TYPE_CHECKING, Any
 
+from rlctl.episodes import Episodes
 from rlctl.errors import RunFailure
+from rlctl.extras import missing_package
 from rlctl.lazy import torch
 from rlctl.metric_names import OVERLONG
 from rlctl.registry import GRADERS
 from rlctl.reward.pool import GradingPool, is_ours, is_scorer
-from rlctl.reward.protocol import Failure, FailureKind, Grade, GradeAndAnswer, RewardResult, Sample, Scorer
+from rlctl.reward.protocol import (
+    Failure,
+    FailureKind,
+    Grade,
+    GradeAndAnswer,
+    RewardResult,
+    Sample,
+    Scorer,
+    exact_sum,
+)
+from rlctl.reward.thoughts import without_thoughts
 
 if TYPE_CHECKING:
     from rlctl.batch import Episode
-    from rlctl.spec.rollout import OverlongSpec, RewardSpec
+    from rlctl.run_spec.rollout import OverlongSpec, RewardSpec
 
 MAX_ERRORS_KEPT = 5
+_NO_ANSWER: GradeAndAnswer = (Failure("the row has no answer", "inapplicable"), None)
 #: In place of the grade of an episode that the environment excludes.
 _NOT_GRADED: GradeAndAnswer = (Failure("the environment failed", "inapplicable"), None)
 
@@ -43,25 +57,41 @@ def grader_for(data_source: str) -> str:
     return _registered(data_source) or "maths"
 
 
+def named_grader(by_source: Mapping[str, str], data_source: str) -> str | None:
+    """The grader that `reward.by_source` names for rows of this source; None: it names none.
+
+    A source is named as the rows name it, or by its file: without `data_source`, rows have the file's name.
+    """
+    named = {key.rstrip("/").rpartition("/")[2].split(".")[0]: grader for key, grader in by_source.items()}
+    return by_source.get(data_source, named.get(data_source))
+
+
 def knows_source(data_source: str) -> bool:
     """Whether a grader is known for this source; other sources are graded as mathematics."""
     return _registered(data_source) is not None
 
 
-def _scorer_of(name: str, params: dict[str, Any], spec: RewardSpec, device: torch.device) -> Scorer:
+def scorer_of(name: str, params: dict[str, Any], spec: RewardSpec, device: torch.device | None) -> Scorer:
+    """The scorer of one term; a user's function is imported in a process of its own.
+
+    `device` is that of a reward model; None: `rlctl.batch.torch_device()`.
+
+    Raises:
+        UsageError, EnvironmentFailure: as `build_reward`.
+    """
     if is_scorer(name):
         scorer: Scorer = GRADERS[name](spec, device)
         return scorer
     if is_ours(name) and GRADERS.part(name).in_process:
         return LocalScorer(name)
-    pool = GradingPool(name, params)
+    pool = GradingPool(name, params, threads=spec.threads)
     if not is_ours(name):
         pool.check()
     return pool
 
 
 class LocalScorer(Scorer):
-    """Calls a grader in this process."""
+    """Calls a built-in grader in this process, once for equal texts: its grade depends on nothing else."""
 
     reads_answers = True
 
@@ -71,14 +101,27 @@ class LocalScorer(Scorer):
 
     def grade_and_read(self, samples: Sequence[Sample], *, read_answers: bool = True) -> list[GradeAndAnswer]:
         """Returns grades and answers."""
-        read = (self._answer_of if read_answers else None) or (lambda _: None)
-        asked = [sample.without_thoughts() for sample in samples]
-        return [(self._grade(sample), read(sample.response)) for sample in asked]
+        known: dict[tuple[str, str, str], GradeAndAnswer] = {}  # responses repeat
+        graded: list[GradeAndAnswer] = []
+        for sample in samples:
+            key = sample.prompt, sample.response, sample.ground_truth
+            if key not in known:
+                known[key] = self._graded(*key, self._answer_of if read_answers else None)
+            graded.append(known[key])
+        return graded
 
-    def _grade(self, sample: Sample) -> Grade:
+    def _graded(
+        self, prompt: str, response: str, ground_truth: str, answer_of: Callable[[str], str | None] | None
+    ) -> GradeAndAnswer:
+        text = without_thoughts(response, prompt)
+        return self._grade(text, ground_truth), answer_of(text) if answer_of else None
+
+    def _grade(self, response: str, ground_truth: str) -> Grade:
         try:
-            return float(self._function(sample.response, sample.ground_truth))
-        except Exception:
+            return float(self._function(response, ground_truth))
+        except Exception as error:
+            if missing := missing_package(error):
+                raise missing from error
             return Failure(traceback.format_exc())
 
 
@@ -88,27 +131,55 @@ class LocalScorer(Scorer):
     formula="the score of the grader of the row's `data_source`; `maths` for sources without a grader",
 )
 class SourceScorer(Scorer):
-    """Grades each row with the grader of its data source; a grader is started when first needed."""
+    """Grades each row with the grader of its data source; a grader is started when first needed.
+
+    `reward.by_source` comes before the graders' own names. Rows without an answer are not graded, unless
+    `by_source` names what grades them.
+    """
 
     reads_answers = True
 
-    def __init__(self, spec: RewardSpec, device: torch.device) -> None:
-        self._start = partial(_scorer_of, params={}, spec=spec, device=device)
+    def __init__(self, spec: RewardSpec, device: torch.device | None) -> None:
+        self._by_source = spec.by_source
+        self._start = partial(scorer_of, params={}, spec=spec, device=device)
         self._scorers: dict[str, Scorer] = {}
+        self._remarks: list[str] = []
 
     def grade_and_read(self, samples: Sequence[Sample], *, read_answers: bool = True) -> list[GradeAndAnswer]:
         """Returns grades and answers, in the order of the samples."""
         places: dict[str, list[int]] = {}
+        sources = {sample.data_source for sample in samples}
+        named = {source: named_grader(self._by_source, source) for source in sources}
+        graders = {source: grader or grader_for(source) for source, grader in named.items()}
         for place, sample in enumerate(samples):
-            places.setdefault(grader_for(sample.data_source), []).append(place)
-        graded: dict[int, GradeAndAnswer] = {}
+            if named[sample.data_source] or sample.ground_truth:
+                places.setdefault(graders[sample.data_source], []).append(place)
+        graded, remarks = [_NO_ANSWER] * len(samples), [""] * len(samples)
         for grader, rows in places.items():
             if grader not in self._scorers:
                 self._scorers[grader] = self._start(grader)
             some = [samples[row] for row in rows]
             found = self._scorers[grader].grade_and_read(some, read_answers=read_answers)
-            graded |= zip(rows, found, strict=True)
-        return [graded[place] for place in range(len(samples))]
+            for row, grade in zip(rows, found, strict=True):
+                graded[row] = grade
+            for row, remark in zip(rows, self._scorers[grader].take_remarks(), strict=False):
+                remarks[row] = remark
+        self._remarks = remarks
+        return graded
+
+    def take_remarks(self) -> list[str]:
+        """What the graders said of each sample of the last grading."""
+        return self._remarks
+
+    def same_answers(self, samples: Sequence[Sample], answers: Sequence[str | None]) -> list[str | None]:
+        """The answers, with one text for all that their grader holds equal."""
+        joined = list(answers)
+        for grader, scorer in self._scorers.items():
+            places = [n for n, sample in enumerate(samples) if grader_for(sample.data_source) == grader]
+            own = scorer.same_answers([samples[n] for n in places], [answers[n] for n in places])
+            for n, answer in zip(places, own, strict=True):
+                joined[n] = answer
+        return joined
 
     def close(self) -> None:
         """Ends the grading processes."""
@@ -117,7 +188,7 @@ class SourceScorer(Scorer):
 
 
 def build_reward(
-    spec: RewardSpec, *, max_response_length: int, device: torch.device, tokenizer: Any = None
+    spec: RewardSpec, *, max_response_length: int, device: torch.device | None = None, tokenizer: Any = None
 ) -> Reward:
     """Builds the reward that the spec describes; `tokenizer` is the policy's, None: unknown.
 
@@ -131,12 +202,12 @@ def build_reward(
     return Reward(terms, spec.overlong, max_response_length)
 
 
-def build_terms(spec: RewardSpec, device: torch.device) -> dict[str, tuple[float, Scorer]]:
+def build_terms(spec: RewardSpec, device: torch.device | None = None) -> dict[str, tuple[float, Scorer]]:
     """Returns label → (weight, scorer) for every term; raises the same errors as `build_reward`."""
     terms: dict[str, tuple[float, Scorer]] = {}
     try:
         for term in spec.all_terms:
-            terms[term.label] = (term.weight, _scorer_of(term.name, term.params, spec, device))
+            terms[term.label] = (term.weight, scorer_of(term.name, term.params, spec, device))
     except BaseException:
         for _, scorer in terms.values():
             scorer.close()
@@ -164,13 +235,41 @@ def refuse_errors(num_failed: float, num_total: float, first: Callable[[], str],
 
 
 def overlong_penalty(lengths: torch.Tensor, overlong: OverlongSpec, max_length: int) -> torch.Tensor:
-    """Penalties (B,) float32, from 0 down to −`penalty_factor`, for response lengths (B,) in tokens.
+    """Penalties (B,) float64, from 0 down to −`penalty_factor`, for response lengths (B,) in tokens.
 
     DAPO's soft overlong punishment (Yu et al. 2025, arXiv 2503.14476), times the factor, which is 1 in the
     paper. L_max is `max_length`, L_cache is `buffer_length` (at least 1), both in tokens.
     """
-    excess = (lengths - (max_length - overlong.buffer_length)).float() / overlong.buffer_length
+    excess = (lengths - (max_length - overlong.buffer_length)).double() / overlong.buffer_length
     return -overlong.penalty_factor * excess.clamp(0.0, 1.0)
+
+
+@dataclass(frozen=True, slots=True)
+class _TermScores:
+    """The grades of one term of the reward, as columns."""
+
+    scores: list[float]  # (E,) 0.0 where there is none
+    skipped: torch.Tensor  # (E,) bool: the term does not apply
+    failed: torch.Tensor  # (E,) bool: it applies, and gave no score
+    errors: list[str]  # the first few failures, as text
+    ended: dict[int, FailureKind]  # row → kind of a failure that the response caused
+
+    @classmethod
+    def of(cls, grades: Sequence[Grade]) -> _TermScores:
+        """The columns of these grades."""
+        failures = {row: grade for row, grade in enumerate(grades) if isinstance(grade, Failure)}
+        scores = [0.0 if isinstance(grade, Failure) else grade for grade in grades]
+        skipped, failed = (torch.zeros(len(grades), dtype=torch.bool) for _ in range(2))
+        errors: list[str] = []
+        ended: dict[int, FailureKind] = {}
+        for row, failure in failures.items():
+            skipped[row] = failure.kind == "inapplicable"
+            if failure.score is not None:
+                scores[row], ended[row] = failure.score, failure.kind
+            elif failure.kind != "inapplicable":
+                failed[row] = True
+                errors.append(failure.text)
+        return cls(scores, skipped, failed, errors[:MAX_ERRORS_KEPT], ended)
 
 
 class Reward:
@@ -190,55 +289,56 @@ class Reward:
         An episode with an `error` is not graded and not valid. `read_answers` fills `RewardResult.answers`,
         from the first term that can extract them.
         """
-        samples = [_sample(episode) for episode in episodes if not episode.error]
-        # float64, because in float32 the weights 0.15, 0.65 and 0.2 sum to less than 1.
-        total = torch.tensor([episode.reward or 0.0 for episode in episodes], dtype=torch.float64)
-        valid = torch.tensor([not episode.error for episode in episodes], dtype=torch.bool)
+        columns = Episodes.of(episodes)
+        asked = [place for place, error in enumerate(columns.errors) if not error]
+        samples = _samples(columns, asked)
+        # columns whose sum is the score
+        addends: list[list[float]] = [[reward or 0.0 for reward in columns.rewards]]
+        valid = ~columns.failed
         # at least one term grades it, or the environment
-        applies = torch.tensor([episode.reward is not None for episode in episodes], dtype=torch.bool)
+        applies = torch.tensor([reward is not None for reward in columns.rewards], dtype=torch.bool)
         parts: dict[str, torch.Tensor] = {}
         errors: list[str] = []
         errors_by_term: dict[str, int] = {}
         ended: dict[int, FailureKind] = {}  # row → kind of a failure that the response caused
         answers: list[str | None] = []
+        remarks: list[dict[str, str]] = [{} for _ in columns.tasks]
         for label, (weight, scorer) in self._terms.items():
             reads = read_answers and not answers and scorer.reads_answers
-            found = iter(scorer.grade_and_read(samples, read_answers=reads) if samples else ())
-            read = [_NOT_GRADED if episode.error else next(found) for episode in episodes]
-            grades = [grade for grade, _ in read]
+            read = [_NOT_GRADED] * len(columns)
+            if samples:
+                grades = scorer.grade_and_read(samples, read_answers=reads)
+                for place, graded_sample in zip(asked, grades, strict=True):
+                    read[place] = graded_sample
+                for place, remark in zip(asked, scorer.take_remarks(), strict=False):
+                    remarks[place] |= {label: remark} if remark else {}
             if reads:
-                answers = [answer for _, answer in read]
-            is_skipped = [isinstance(grade, Failure) and grade.kind == "inapplicable" for grade in grades]
-            skipped = torch.tensor(is_skipped, dtype=torch.bool)
-            scored = [grade.score if isinstance(grade, Failure) else grade for grade in grades]
-            failed = torch.tensor([score is None for score in scored], dtype=torch.bool) & ~skipped
-            for row, grade in enumerate(grades):
-                if isinstance(grade, Failure) and failed[row] and len(errors) < MAX_ERRORS_KEPT:
-                    errors.append(grade.text)
-                elif isinstance(grade, Failure) and grade.score is not None:
-                    ended[row] = grade.kind
-            term = torch.tensor([0.0 if score is None else score for score in scored])
-            total += weight * term.double()
-            valid &= ~failed
-            applies |= ~skipped
-            parts[label] = term.masked_fill(skipped, torch.nan)
-            errors_by_term[label] = int(failed.sum())
+                answers = _same_answers(scorer, columns, [answer for _, answer in read])
+            term = _TermScores.of([grade for grade, _ in read])
+            errors += term.errors
+            ended |= term.ended
+            addends.append([weight * score for score in term.scores])
+            valid &= ~term.failed
+            applies |= ~term.skipped
+            parts[label] = torch.tensor(term.scores, dtype=torch.float32).masked_fill(term.skipped, torch.nan)
+            errors_by_term[label] = int(term.failed.sum())
+        errors = errors[:MAX_ERRORS_KEPT]
         if (valid & ~applies).any():
             errors.append("no term of the reward grades this response: all functions returned None")
             valid &= applies
         graded = None
         if self._overlong.buffer_length:
-            graded = total.float()
-            lengths = torch.tensor([episode.num_sampled for episode in episodes])
-            parts[OVERLONG] = overlong_penalty(lengths, self._overlong, self._max_response_length)
-            total += parts[OVERLONG]
-        scores = total.float()
+            graded = _summed(addends)
+            penalties = overlong_penalty(columns.num_sampled, self._overlong, self._max_response_length)
+            parts[OVERLONG] = penalties.float()
+            addends.append(penalties.tolist())
+        scores = _summed(addends)
         unbounded = valid & ~scores.isfinite()  # the sum or a score overflows float32
         if unbounded.any():
             errors.append(f"the weighted sum is {scores[unbounded][0]} in float32")
             valid &= ~unbounded
         if read_answers and not answers:  # no term extracts answers
-            answers = [None] * len(episodes)
+            answers = [None] * len(columns)
         timeouts = Counter(kind for row, kind in ended.items() if valid[row])
         return RewardResult(
             torch.where(valid, scores, 0.0),
@@ -248,6 +348,7 @@ class Reward:
             errors_by_term,
             dict(timeouts),
             answers,
+            remarks if any(remarks) else [],
             None if graded is None else torch.where(valid, graded, 0.0),
         )
 
@@ -257,14 +358,29 @@ class Reward:
             scorer.close()
 
 
-def _sample(episode: Episode) -> Sample:
-    task = episode.task
-    return Sample(
-        episode.response,
-        task.ground_truth,
-        task.text,
-        task.data_source,
-        task.extra_info,
-        task.messages,
-        [token for part in episode.sequences for token in part.token_ids[part.sampled].tolist()],
-    )
+def _same_answers(scorer: Scorer, episodes: Episodes, answers: Sequence[str | None]) -> list[str | None]:
+    """The answers of episodes, with one text for all that the grader holds equal."""
+    places = [place for place, answer in enumerate(answers) if answer is not None]
+    own = [answers[place] for place in places]
+    same = dict(zip(places, scorer.same_answers(_samples(episodes, places), own), strict=True))
+    return [same.get(place) for place in range(len(answers))]
+
+
+def _summed(columns: Sequence[Sequence[float]]) -> torch.Tensor:
+    """(E,) float32: the sum of each episode's numbers, one of each column."""
+    rows = list(zip(*columns, strict=True))
+    sums = {row: exact_sum(row) for row in set(rows)}  # scores repeat: few of them differ
+    return torch.tensor([sums[row] for row in rows], dtype=torch.float64).float()
+
+
+def _samples(episodes: Episodes, places: Sequence[int]) -> list[Sample]:
+    """What graders read of the episodes at these places."""
+    tokens = episodes.tokens
+    ids, ends = tokens.token_ids[tokens.sampled].tolist(), episodes.num_sampled.cumsum(0).tolist()
+    starts = [0, *ends]
+    samples = []
+    for place in places:
+        task, response_ids = episodes.tasks[place], ids[starts[place] : ends[place]]
+        about = (task.ground_truth, task.text, task.data_source, task.extra_info, task.messages)
+        samples.append(Sample(episodes.responses[place], *about, response_ids, episodes.messages[place]))
+    return samples

@@ -10,16 +10,18 @@ import ast
 import json
 import re
 import textwrap
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from decimal import Decimal
 from functools import lru_cache
 from itertools import chain
 from typing import TYPE_CHECKING, Any
 
 from rlctl.registry import GRADERS
+from rlctl.reward.code_sources import PLAIN, CodeSource, code_source
 from rlctl.reward.pool import share_of_cores
-from rlctl.reward.protocol import Failure, Grade, KnownResponses, Sample, Scorer
+from rlctl.reward.protocol import Failure, Grade, KnownResponses, Sample, Scorer, accepted_answers
 from rlctl.reward.sandbox.jail import encode, same
 from rlctl.reward.sandbox.run_program import (
     MAX_OUTPUT_BYTES,
@@ -32,13 +34,14 @@ from rlctl.reward.sandbox.run_program import (
 from rlctl.reward.thoughts import without_thoughts
 
 if TYPE_CHECKING:
-    from rlctl.spec.rollout import RewardSpec
+    from rlctl.run_spec.rollout import RewardSpec
 
-#: A fenced block with its language; without a closing fence it ends with the text.
-_BLOCK = re.compile(
-    r"^[ \t]*(?P<fence>```|~~~)[ \t]*(?P<language>\w*)[^\n`]*\n(?P<code>.*?)(?:^[ \t]*(?P=fence)|\Z)",
-    re.DOTALL | re.MULTILINE,
-)
+#: A fence in a line, also after text: of three marks or more, with a language and the rest of the line.
+_FENCE = re.compile(r"(?P<before>[^`~]*+)(?P<fence>`{3,}+|~{3,}+)[ \t]*+(?P<language>\w*+)(?P<rest>.*+)")
+#: Tags around a program, as in the few-shot prompts of MBPP and in CodeLlama's.
+_TAGGED = re.compile(r"\[(?:BEGIN|PYTHON)\]")
+_ANSWER_TAG = re.compile(r"</?answer>", re.IGNORECASE)
+_TAG_END = re.compile(r"\[(?:DONE|END|/BEGIN|/PYTHON)\]")
 _PYTHON = re.compile(r"py(?:thon)?\d*", re.IGNORECASE)
 #: Names that a block defines at its top level; its imports and the functions and classes that it calls.
 _DEFINED = re.compile(r"^(?:async[ \t]+)?(?:def|class)[ \t]+(\w+)", re.MULTILINE)
@@ -58,7 +61,10 @@ def _known_responses(ground_truth: str) -> KnownResponses:
     formula="1 if the response's program passes all tests of the ground truth, else 0",
     needs={"tests as ground truth", "Linux on x86_64 or aarch64"},
     known_responses=_known_responses,
-    data_sources=r"codecontests|code_contests|apps|codeforces|taco|humaneval|mbpp|livecodebench|leetcode\w*",
+    score_range=(0.0, 1.0),
+    data_sources=(
+        r"code_?contests\w*|apps|codeforces|taco|human_?eval\w*|mbpp\w*|live_?code_?bench\w*|leetcode\w*"
+    ),
 )
 class CodeScorer(Scorer):
     """1.0 when the response's program passes every test of its ground truth, else 0.0.
@@ -72,8 +78,11 @@ class CodeScorer(Scorer):
     """
 
     def __init__(self, spec: RewardSpec, device: object = None) -> None:
-        self._limits = Limits(timeout_s=spec.code.timeout_s, memory_mb=spec.code.memory_mb)
-        check_sandbox(self._limits)
+        self._timeout_s, self._memory_mb = spec.code.timeout_s, spec.code.memory_mb
+        check_sandbox(self._limits(PLAIN))
+
+    def _limits(self, source: CodeSource) -> Limits:
+        return Limits(self._timeout_s, self._memory_mb or source.memory_mb)
 
     def grade(self, samples: Sequence[Sample]) -> list[Grade]:
         """Returns one grade per sample, in order; runs `share_of_cores()` programs in parallel."""
@@ -86,8 +95,10 @@ class CodeScorer(Scorer):
         except ValueError as error:
             return Failure(f"the ground truth contains no tests: {error}")
         try:
-            passes = tests.pass_with(program_of(sample.without_thoughts().response), self._limits)
-            if passes and _pass_without_a_program(sample.ground_truth, self._limits):
+            source = code_source(sample.data_source, sample.ground_truth)
+            program, limits = program_of(sample.without_thoughts().response), self._limits(source)
+            passes = tests.pass_with(program, limits, source)
+            if passes and _pass_without_a_program(sample.ground_truth, limits):
                 return Failure("the tests of the ground truth pass without a program")
         except NotRun as error:
             return Failure(str(error), "machine")
@@ -100,11 +111,45 @@ def program_of(response: str) -> str:
     Without one it is the last such block without a language, or the whole text after the thoughts.
     """
     text = without_thoughts(response).replace("\r\n", "\n")
-    blocks = [(block["language"], textwrap.dedent(block["code"])) for block in _BLOCK.finditer(text)]
+    tag = _TAGGED.search(text)
+    if tag or _TAG_END.search(text):
+        start = tag.end() if tag else 0
+        end = _TAG_END.search(text, start)
+        text = text[start : end.start() if end else len(text)]
+    blocks = [(language, textwrap.dedent(code)) for language, code in _blocks(text)]
     python = [code for language, code in blocks if _PYTHON.fullmatch(language)]
     unmarked = [code for language, code in blocks if not language]
-    programs = python or list(filter(_USED.search, unmarked)) or unmarked or [text]
+    programs = python or list(filter(_USED.search, unmarked)) or unmarked or [_ANSWER_TAG.sub("", text)]
     return _last_program(programs)
+
+
+def _blocks(text: str) -> Iterator[tuple[str, str]]:
+    """Languages and contents of fenced blocks; a block without a closing fence ends with the text.
+
+    A fence may follow text in its line. A line that begins with a fence of at least as many marks ends a
+    block, and begins the next one if it names a language; so does a fence at the end of a line of the block.
+    """
+    fence, language, lines = "", "", list[str]()
+    for line in text.split("\n"):
+        mark = _FENCE.match(line) if "```" in line or "~~~" in line else None
+        is_fence = mark is not None and (not fence or mark["fence"].startswith(fence))
+        if mark is None or not is_fence:
+            lines.append(line)
+            continue
+        before, closes = mark["before"], mark["fence"] * (not mark["language"])
+        inline, closing, _ = mark["rest"].partition(mark["fence"])
+        if fence and before.strip() and mark["language"]:  # marks within a text of the program
+            lines.append(line)
+        elif fence:
+            yield language, "\n".join([*lines, before if before.strip() else ""])
+            fence, language, lines = ("", "", []) if closes else (mark["fence"], mark["language"], [])
+        elif closing:  # a block of one line
+            is_language = _PYTHON.fullmatch(mark["language"])
+            yield mark["language"] if is_language else "", ("" if is_language else mark["language"]) + inline
+        else:
+            fence, language, lines = mark["fence"], mark["language"], []
+    if fence:
+        yield language, "\n".join(lines)
 
 
 def _last_program(blocks: Sequence[str]) -> str:
@@ -125,7 +170,7 @@ def _last_program(blocks: Sequence[str]) -> str:
 @lru_cache(maxsize=1024)
 def _pass_without_a_program(ground_truth: str, limits: Limits) -> bool:
     """Whether an empty program passes, for example because no code calls the function with the asserts."""
-    return parse_tests(ground_truth).pass_with("", limits)
+    return parse_tests(ground_truth).pass_with("", limits, PLAIN)
 
 
 @dataclass(frozen=True, slots=True)
@@ -135,11 +180,12 @@ class ScriptTests:
     inputs: tuple[str, ...]
     outputs: tuple[str, ...]
 
-    def pass_with(self, program: str, limits: Limits) -> bool:
+    def pass_with(self, program: str, limits: Limits, source: CodeSource) -> bool:
         """Runs one process per input until one fails; each has the whole time limit."""
+        prelude = source.prelude(program)
         for given, wanted in zip(self.inputs, self.outputs, strict=True):
             most = MAX_OUTPUT_BYTES + 4 * len(wanted)
-            outcome = run_program(program, limits, stdin=given, max_output=most)
+            outcome = run_program(program, limits, prelude=prelude, stdin=given, max_output=most)
             if outcome.exit_code != 0 or not _same_text(outcome.stdout, wanted):
                 return False
         return True
@@ -154,10 +200,11 @@ class CallTests:
     #: compare values as JSON: tuples are lists, keys are text
     as_json: bool
 
-    def pass_with(self, program: str, limits: Limits) -> bool:
+    def pass_with(self, program: str, limits: Limits, source: CodeSource) -> bool:
         """Runs all steps in one process, which returns the values; they are compared here."""
+        prelude = source.prelude(program)
         most = MAX_OUTPUT_BYTES // 16 + 32 * len(json.dumps(self.values))
-        outcome = run_program(program, limits, steps=self.steps, max_output=most)
+        outcome = run_program(program, limits, prelude=prelude, steps=self.steps, max_output=most)
         if len(outcome.values) != len(self.values):
             return False
         wanted = [self.values]
@@ -174,11 +221,12 @@ class CallTests:
 class CodeTests:
     """Test code that runs in a separate process and calls the program."""
 
-    source: str
+    tests: str
 
-    def pass_with(self, program: str, limits: Limits) -> bool:
+    def pass_with(self, program: str, limits: Limits, source: CodeSource) -> bool:
         """Runs the program and the tests in two processes; the process of the tests decides."""
-        return run_program(program, limits, tests=self.source).passed
+        prelude = source.prelude(f"{program}\n{self.tests}")
+        return run_program(program, limits, prelude=prelude, tests=self.tests).passed
 
 
 Tests = ScriptTests | CallTests | CodeTests
@@ -191,9 +239,11 @@ def parse_tests(ground_truth: str) -> Tests:
     Raises:
         ValueError: the ground truth has none of these forms.
     """
+    if ground_truth.lstrip().startswith("["):
+        return _assert_tests("\n".join(accepted_answers(ground_truth)))
     if ground_truth.lstrip().startswith("{"):
         try:
-            values = json.loads(ground_truth)
+            values = json.loads(ground_truth, parse_int=_integer)
         except ValueError as error:
             raise ValueError(f"it starts like JSON, but {error}") from None
         return _json_tests(values)
@@ -212,13 +262,18 @@ def _json_tests(values: dict[str, Any]) -> Tests:
         raise ValueError(f"`fn_name` is {name!r}")
     if all(isinstance(text, str) for text in [*inputs, *outputs]):  # JSON, one line per argument
         inputs = [[json.loads(line) for line in text.split("\n")] for text in inputs]
-        outputs = [json.loads(text) for text in outputs]
+        outputs = [json.loads(text, parse_int=_integer) for text in outputs]
     if not all(isinstance(arguments, list) for arguments in inputs):
         raise ValueError("with `fn_name` every input is the list of arguments of one call")
     # In many data sets the function is a method of `class Solution`.
     found = f"{name} if '{name}' in globals() else Solution().{name}"
     calls: list[Step] = [("eval", f"({found})(*{arguments!r})") for arguments in inputs]
     return CallTests(tuple(calls), tuple(_as_json(encode(value)) for value in outputs), as_json=True)
+
+
+def _integer(digits: str) -> int:
+    """As `int`, which refuses more than 4300 digits."""
+    return int(digits) if len(digits) < 4000 else int(Decimal(digits))
 
 
 def _text(lines: Any) -> str:
@@ -237,15 +292,15 @@ def _assert_tests(text: str) -> CallTests | CodeTests:
         raise ValueError(f"neither JSON nor Python: {error}") from None
     if not any(isinstance(node, ast.Assert) for node in ast.walk(tree)):
         raise ValueError("it contains no assert")
-    equations = {place: found for place, one in enumerate(tree.body) if (found := _equation(one))}
+    equations = {index: found for index, one in enumerate(tree.body) if (found := _equation(one))}
     if all(
-        place in equations and _is_plain_call(equations[place][0])
-        for place, one in enumerate(tree.body)
+        index in equations and _is_plain_call(equations[index][0])
+        for index, one in enumerate(tree.body)
         if not isinstance(one, ast.Import | ast.ImportFrom)
     ):
         steps: list[Step] = [
-            ("eval", ast.unparse(equations[place][0])) if place in equations else ("exec", ast.unparse(one))
-            for place, one in enumerate(tree.body)
+            ("eval", ast.unparse(equations[index][0])) if index in equations else ("exec", ast.unparse(one))
+            for index, one in enumerate(tree.body)
         ]
         values = tuple(encode(ast.literal_eval(wanted)) for _, wanted in equations.values())
         return CallTests(tuple(steps), values, as_json=False)
@@ -293,13 +348,13 @@ def _same_text(found: str, wanted: str) -> bool:
     )
 
 
-def _same_word(found: str, wanted: str) -> bool:
-    if found == wanted:
+def _same_word(printed: str, wanted: str) -> bool:
+    if printed == wanted:
         return True
     # Two integers are equal only as text: the binary number 011 is not 11.
-    if not all(map(_NUMBER.fullmatch, (found, wanted))) or (found + wanted).strip("+-0123456789") == "":
+    if not all(map(_NUMBER.fullmatch, (printed, wanted))) or (printed + wanted).strip("+-0123456789") == "":
         return False
-    return same(*(float(word) if set(word) & set(".eE") else int(word) for word in (found, wanted)))
+    return same(*(float(word) if set(word) & set(".eE") else int(word) for word in (printed, wanted)))
 
 
 def _as_json(code: Any) -> Any:

@@ -22,14 +22,20 @@ from math_verify import grader
 from rlctl.reward.limits import is_too_large
 from rlctl.reward.numbers import SCALES, Number, in_digits, replaced, replacements
 
-#: Texts that the parser misreads: times of day (6:30 as 1/5), ratios (1:2:3 as 1/6), ranges (3-5 as -2),
+#: Texts that the parser misreads: times of day (6:30 as 1/5), ratios (1:2:3 as 1/6),
 #: feet and arc minutes (5'6'' as 56), sums with dots (it drops the dots), numbers side by side (3 4 as 7).
 _NO_EXPRESSION = re.compile(
-    r"\d{1,2}:\d\d(?!\d)|\s*\d+\s*-\s*\d+\s*$|.*\d\s*'|.*:.*:|.*\\[lcd]?dots|.*\.\.\.[,+]"
+    r"\d{1,2}:\d\d(?!\d)|.*\d\s*'|.*:.*:|.*\\[lcd]?dots|.*\.\.\.[,+]"
     r"|.*(?<![_^])(?<!frac )(?<!binom )\d(?:\\[ ,;:!]|\\q?quad|[\s~])+\d",
     re.DOTALL,
 )
+#: An operator at the end: a formula that is cut off.
+_UNFINISHED = re.compile(r"(?:[-+*/=^(]|\\(?:times|cdot|div|pm|mp|cup|cap|frac|sqrt)(?![a-z]))[\s~]*$")
 _INTEGERS = r"\\[dtc]?frac\s*(?:\{\s*\d+\s*\}|\d)\s*(?:\{\s*\d+\s*\}|\d)"
+#: A matrix as programs write it: [[1,2],[3,4]].
+_NESTED_LIST = re.compile(r"\[\s*(\[[^\[\]]*\](?:\s*,\s*\[[^\[\]]*\])*)\s*\]")
+#: A difference, or a range if the second number is larger: 50-8, 3-5.
+_RANGE = re.compile(r"\s*(\d+)\s*-\s*(\d+)\s*$")
 #: A mixed number: 2\frac{3}{4}, 2 3/4.
 _MIXED = re.compile(
     r"(?<![\w.^_\\}])(?<!\d,)(?<!frac )(\d+)(?:\\[ ,;:!]|[\s~])*"
@@ -51,12 +57,16 @@ _PRIMES = re.compile(r"([A-Za-z])\s*('+)")
 _NOTATIONS = replacements("of_parser")
 #: Upright text that may be a unit, with its power; "or more" is not one.
 _UPRIGHT = (
-    rf"\\(?:text\w*|mbox|hbox|mathrm)\s*\{{(?!\W*(?:or|and|{'|'.join(SCALES)})\b)"
+    rf"\\(?:text\w*|mbox|hbox|mathrm)\s*\{{(?!\W*(?:or|and|is|isn|are|not|no|if|when|else|but|wrong|plus|minus|times|{'|'.join(SCALES)})\b)"
     r"(?:[^{}]|\{[^{}]*\})*\}(?:\s*\^\s*\{?-?\d\}?)?"
 )
+_LETTERS = r"\s*(?:[ckm]?m|[mk]?g|mi|ft|in|km|lb|kJ|J|N|L)(?:\s*\^\s*\{?\d\}?)?\s*"
+_PER = r"\s*(?:[hs]|hr|min|sec|[ckm]?m|L|kg|mol)(?:\s*\^\s*\{?\d\}?)?\s*"
 #: Units after an expression: text with its power, and degrees.
 _UNITS = re.compile(
-    rf"(?:\\[ ,;:!]|[\s~])*(?:(?:{_UPRIGHT}|\\[dt]?frac\s*\{{{_UPRIGHT}\}}\s*\{{{_UPRIGHT}\}})"
+    rf"(?:\\[ ,;:!]|[\s~])*(?:(?:{_UPRIGHT}(?:\s*\\cdot\s*{_UPRIGHT})?"
+    rf"|\\[dt]?frac\s*\{{{_UPRIGHT}\}}\s*\{{{_UPRIGHT}\}}"
+    rf"|(?<=\d)\s+\\[dt]?frac\s*\{{{_LETTERS}\}}\s*\{{{_PER}\}})"
     r"|\^\s*\{?\s*\\circ\s*\}?|\\degree|°)[\s.]*$"
 )
 #: Degrees, after a number or letter or after any other term.
@@ -84,6 +94,13 @@ logging.getLogger("math_verify.grader").setLevel(logging.ERROR)
 _LARGEST_FACTOR = 10_000
 #: Maximum difference of equal decimals, and the same relative to the larger value.
 ABSOLUTE_TOLERANCE, RELATIVE_TOLERANCE = 5e-7, 1e-4
+#: Values of up to three names at which formulas with roots are compared, and how many must be real.
+_POINTS = [
+    tuple(sympy.Rational(sign * number, 7) for sign, number in zip(signs, numbers, strict=True))
+    for numbers in ((3, 11, 17), (19, 5, 9), (2, 23, 13))
+    for signs in ((1, 1, 1), (-1, -1, -1), (1, -1, 1), (-1, 1, -1))
+]
+_MIN_REAL_POINTS = 3
 #: Digits with which irrational numbers are compared; half of them must agree.
 PRECISION = 80
 
@@ -94,11 +111,16 @@ def read(latex: str) -> Any | None:
     Returns None if the text does not parse, has no value (1/0), or is too large to compute.
     """
     text = replaced(latex.strip().strip("$").rstrip(". "), _NOTATIONS)
+    if nested := _NESTED_LIST.fullmatch(text.strip()):
+        rows = [row.replace(",", " & ") for row in re.findall(r"\[([^\[\]]*)\]", nested[1])]
+        text = r"\begin{pmatrix}" + r"\\ ".join(rows) + r"\end{pmatrix}"
     text = _SYSTEM.sub(lambda system: _ROW_END.sub(", ", system[1]), in_digits(text)).strip()
     text = _PRODUCT.sub(r"\1\\cdot ", _MIXED.sub(r"(\1+\2)", text))
     if not text or _NO_EXPRESSION.match(text) or is_too_large(text):
         return None
-    text = _PRIMES.sub(lambda found: f"{found[1]}_{{p{len(found[2])}}}", text)
+    if (ends := _RANGE.match(text)) and int(ends[1]) < int(ends[2]):
+        return None
+    text = _PRIMES.sub(lambda match: f"{match[1]}_{{p{len(match[2])}}}", text)
     if len(parts := _OR.split(text)) > 1:
         sets = [_solutions(_parsed(part)) for part in parts]
         if all(isinstance(one, sympy.Set) for one in sets):
@@ -134,11 +156,18 @@ def _solutions(inequality: Any) -> Any:
     for part in parts:
         if not isinstance(part, sympy.Rel) or isinstance(part, sympy.Eq):
             return inequality
-        if {side.is_Symbol for side in part.args} != {True, False} or not any(
-            map(is_closed_number, part.args)
-        ):
+        if len(list(filter(is_closed_number, part.args))) != 1 or not any(map(_is_name, part.args)):
             return inequality
     return inequality.as_set() if len(inequality.free_symbols) == 1 else inequality
+
+
+def _is_name(side: Any) -> bool:
+    """Whether one side of an inequality is a name, or the distance of a name to a number."""
+    if isinstance(side, sympy.Abs):
+        return (
+            len(side.free_symbols) == 1 and side.args[0].is_polynomial() and sympy.degree(side.args[0]) == 1
+        )
+    return bool(side.is_Symbol)
 
 
 def in_other_notation(latex: str) -> str:
@@ -148,10 +177,15 @@ def in_other_notation(latex: str) -> str:
     return _OF_TERM.sub(r"\\cdot\\frac{\\pi}{180}", latex)
 
 
+def is_unfinished(latex: str) -> bool:
+    """Whether a formula ends with an operator."""
+    return bool(_UNFINISHED.search(latex.rstrip(" .")))
+
+
 def without_units(latex: str) -> str:
     r"""Removes units at the end: `\text{…}` with its power, and degrees."""
-    while (found := _UNITS.search(latex)) and found.start() and not _OPEN.search(latex[: found.start()]):
-        latex = latex[: found.start()]
+    while (match := _UNITS.search(latex)) and match.start() and not _OPEN.search(latex[: match.start()]):
+        latex = latex[: match.start()]
     return latex
 
 
@@ -164,7 +198,9 @@ def equal(gold: Any, answer: Any) -> bool:
             requested quantity ("m + n = 7") or equals the gold; "y - 3 = 0" does not equal 0.
     """
     try:
-        if _is_system(gold) != _is_system(answer):
+        if _is_system(gold) != _is_system(answer) or (
+            _is_vector(gold) != _is_vector(answer) and not (_is_matrix(gold) and _is_matrix(answer))
+        ):
             points = _point(gold) or [], _point(answer) or []
             return len(points[0]) == len(points[1]) > 0 and all(map(_verify, *points))
         return _equal(gold, answer)
@@ -173,39 +209,75 @@ def equal(gold: Any, answer: Any) -> bool:
 
 
 def _equal(gold: Any, answer: Any) -> bool:
+    gold, answer = _unnamed(gold, answer), _unnamed(answer, gold)
     if isinstance(gold, sympy.Interval | sympy.Union):
         answer = _solutions(answer)
-    elif isinstance(answer, sympy.Interval | sympy.Union):
+    elif isinstance(answer, sympy.Interval | sympy.Union | sympy.Complement):
         gold = _solutions(gold)
     is_relation = _is_relation(gold)
     if is_relation and not _is_relation(answer) and not _has_value(gold, answer):
         return False
+    both_are_equations = isinstance(gold, sympy.Eq) and isinstance(answer, sympy.Eq)
+    if both_are_equations and _are_proportional(gold, answer):
+        return True
     equations = [] if is_relation else _equations(answer)
     if not all(_names(left) or _verify(gold, left) for left in equations) or not _verify(gold, answer):
         return False
     if (_is_list(gold) and _is_pair(answer)) or (_is_list(answer) and _is_pair(gold)):
         return False  # math-verify ignores the order of a pair
-    if isinstance(gold, sympy.Eq) and isinstance(answer, sympy.Eq):
-        is_scalar = all(isinstance(side, sympy.Expr) for one in (gold, answer) for side in one.args)
-        left = [sympy.expand(one.lhs - one.rhs) for one in (gold, answer)] if is_scalar else []
-        if not left or left[0] in (left[1], -left[1]):
-            return True
+    if both_are_equations and all(
+        isinstance(side, sympy.Expr) for one in (gold, answer) for side in one.args
+    ):
         return not gold.has(sympy.Derivative) and bool(sympy.solve(gold))  # math-verify treats dy/dx as 0
     return True
+
+
+def _are_proportional(gold: Any, answer: Any) -> bool:
+    """Whether two equations differ only by a number with which both sides are multiplied."""
+    if not all(isinstance(side, sympy.Expr) for one in (gold, answer) for side in one.args):
+        return False
+    left = [sympy.expand(one.lhs - one.rhs) for one in (gold, answer)]
+    if left[0] in (left[1], -left[1]):
+        return True
+    terms = [one.as_coefficients_dict() for one in left]
+    if terms[0].keys() != terms[1].keys():
+        return False
+    ratios = {terms[0][term] / terms[1][term] for term in terms[0]}
+    return len(ratios) == 1 and ratios.pop() not in {0, sympy.zoo, sympy.nan}
+
+
+def _unnamed(expression: Any, other: Any) -> Any:
+    """The right side of D = [2, 9), and of y = 3x − 2 beside f(x) = 3x − 2; else the expression."""
+    if not isinstance(expression, sympy.Eq):
+        return expression
+    is_set = isinstance(expression.rhs, sympy.Interval | sympy.Union) and expression.lhs.is_Symbol
+    is_function = isinstance(other, sympy.Eq) and isinstance(other.lhs, sympy.core.function.AppliedUndef)
+    is_value_of_it = is_function and expression.lhs.is_Symbol and expression.lhs.name == "y"
+    return expression.rhs if is_set or is_value_of_it else expression
 
 
 def _is_system(expression: Any) -> bool:
     """Whether an expression gives each of several names a value: x = 3, y = 5."""
     parts = expression.args if isinstance(expression, sympy.FiniteSet) else ()
-    names = {one.lhs for one in parts if isinstance(one, sympy.Eq) and one.lhs.is_Symbol}
+    names = {part.lhs for part in parts if isinstance(part, sympy.Eq) and part.lhs.is_Symbol}
     return len(parts) == len(names) > 1
 
 
+def _is_matrix(expression: Any) -> bool:
+    return isinstance(expression, sympy.MatrixBase)
+
+
+def _is_vector(expression: Any) -> bool:
+    return _is_matrix(expression) and 1 in expression.shape
+
+
 def _point(expression: Any) -> list[Any] | None:
-    """The coordinates of a point: of (3, 5), also read as an interval, or of x = 3, y = 5; else None."""
+    """The coordinates of a point: of (3, 5) or [3, 5], read as intervals, of x = 3, y = 5, or of a vector."""
+    if isinstance(expression, sympy.MatrixBase):
+        return list(expression)
     if _is_system(expression):
-        return [one.rhs for one in sorted(expression.args, key=lambda one: str(one.lhs))]
-    if isinstance(expression, sympy.Interval) and expression.left_open and expression.right_open:
+        return [arg.rhs for arg in sorted(expression.args, key=lambda arg: str(arg.lhs))]
+    if isinstance(expression, sympy.Interval) and expression.left_open == expression.right_open:
         return [expression.start, expression.end]
     return list(expression) if isinstance(expression, sympy.Tuple) else None
 
@@ -229,16 +301,22 @@ def from_number(number: Number) -> Any:
     return latex2sympy2_extended.convert_to_pct(value) if number.is_percent else value
 
 
+def scaled(value: Number | Any, ratio: Fraction) -> Any:
+    """A value times a number; a value that is no number or formula unchanged."""
+    expression = from_number(value) if isinstance(value, Number) else value
+    is_term = isinstance(expression, sympy.Expr)
+    return expression * sympy.Rational(ratio.numerator, ratio.denominator) if is_term else expression
+
+
 def as_text(expression: Any) -> str:
-    """Converts an expression to text that is equal for equal numbers: "1/2" for 0.5, percent without sign."""
-    if isinstance(expression, sympy.Eq) and not expression.rhs.free_symbols:  # x = 5
-        expression = expression.rhs
+    """Converts an expression to text that can be a ground truth, equal for equal numbers: "1/2" for 0.5."""
     if is_closed_number(expression):
         hundredth = sympy.UnevaluatedExpr(sympy.Rational(1, 100))
         if expression.has(hundredth):
             expression = expression.as_independent(hundredth)[0]
         expression = sympy.nsimplify(expression.doit(), rational=expression.has(sympy.Float) or None)
-    return str(expression)
+        return str(expression) if expression.is_Rational else str(sympy.latex(expression))
+    return str(sympy.latex(expression))
 
 
 def _verify(gold: Any, answer: Any) -> bool:
@@ -249,7 +327,35 @@ def _verify(gold: Any, answer: Any) -> bool:
     is_name = [isinstance(one, sympy.Symbol) for one in (gold, answer)]
     if is_name[0] != is_name[1] and all(isinstance(one, sympy.Expr) for one in (gold, answer)):
         return bool(sympy.simplify(gold - answer) == 0)  # math-verify compares a symbol as text
-    return bool(grader.verify(gold, answer, timeout_seconds=None))
+    return bool(grader.verify(gold, answer, timeout_seconds=None)) or _agree_on_reals(gold, answer)
+
+
+def _agree_on_reals(gold: Any, answer: Any) -> bool:
+    """Whether two formulas with roots have the same real values: √(1/n) and 1/√n.
+
+    sympy does not simplify them to the same, because it considers all complex n. Where one has
+    no real value, the other has none.
+    """
+    formulas = (gold, answer)
+    if not all(isinstance(formula, sympy.Expr) for formula in formulas) or not all(
+        formula.has(sympy.Pow) for formula in formulas
+    ):
+        return False
+    names = sorted(gold.free_symbols, key=str)
+    if not names or gold.free_symbols != answer.free_symbols or len(names) > 3 or not _has_root(gold):
+        return False
+    num_real = 0
+    for point in _POINTS:
+        values = [formula.subs(dict(zip(names, point, strict=False))).evalf(30) for formula in formulas]
+        is_real = [value.is_real and value.is_finite for value in values]
+        if is_real[0] != is_real[1] or (is_real[0] and not _equal_numbers(*values)):
+            return False
+        num_real += bool(is_real[0])
+    return num_real >= _MIN_REAL_POINTS
+
+
+def _has_root(formula: Any) -> bool:
+    return any(power.exp.is_Rational and not power.exp.is_Integer for power in formula.atoms(sympy.Pow))
 
 
 def _equal_numbers(gold: Any, answer: Any) -> bool:
@@ -288,7 +394,7 @@ def _is_relation(expression: Any) -> bool:
 def _equations(answer: Any) -> list[Any]:
     """Left sides of an answer's equations; the first side of a chain such as "20 + 6 = 26 = …"."""
     if isinstance(answer, sympy.FiniteSet):
-        return [left for one in answer.args for left in _equations(one)]
+        return [left for arg in answer.args for left in _equations(arg)]
     if isinstance(answer, sympy.Eq):
         return [answer.lhs]
     return [answer._unsorted_args[0].lhs] if grader.is_equation(answer) else []
@@ -299,7 +405,7 @@ def _names(left: Any) -> bool:
     if left.is_number and isinstance(left, sympy.Expr):
         return False
     if isinstance(left, sympy.Add | sympy.Mul):
-        return all(_names(part) or part == -1 for part in left.args)
+        return all(_names(arg) or arg == -1 for arg in left.args)
     return True
 
 

@@ -16,14 +16,15 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
+from fractions import Fraction
 from functools import lru_cache
+from itertools import starmap
 from typing import TYPE_CHECKING, Any
 
 from rlctl.lazy import LazyModule
 from rlctl.registry import GRADERS
 from rlctl.reward.answer import MATHS, MAX_WORDS, Place, own_part, places
 from rlctl.reward.assertion import asserted_part, is_asserted
-from rlctl.reward.graders import chosen_option
 from rlctl.reward.numbers import (
     FOREIGN,
     Number,
@@ -31,13 +32,16 @@ from rlctl.reward.numbers import (
     in_figures,
     legible,
     measure,
+    number_and_rest,
     number_in,
     plain,
-    replaced,
-    replacements,
-    units_of,
 )
-from rlctl.reward.protocol import same_and_changed
+from rlctl.reward.options import chosen_option
+from rlctl.reward.polarity import POLAR, polarity
+from rlctl.reward.protocol import any_accepted, same_and_changed
+from rlctl.reward.spelling import COMMAND, TIME, WORD, WRAPPER, is_words, spelling, unwrapped
+from rlctl.reward.statements import is_statement
+from rlctl.reward.units import NO_UNITS, Units, factor, units_of
 
 if TYPE_CHECKING:
     from rlctl.reward import expressions
@@ -50,26 +54,27 @@ _OPTION = re.compile(
     r"^\s*(?:\\(?:text|math)\w*\s*\{\s*)?(?:\([A-J]\)|[A-J](?:[.)]|:(?=\s)))[~.:\s]*\}?"
     r"(?:\\[ ,;:!]|\\q?quad|[~:.\s])*(?=[\d$-]|[A-Za-z](?![A-Za-z])|\\(?!text|math|mbox)[A-Za-z])"
 )
+#: A line or a named value: "x = 5".
+_LINE = re.compile(r"\s*\$?\s*([A-Za-z])\s*=\s*-?[\d./]+[\s.$]*$")
+#: Numbers and products with a second meaning; see `_other_readings`.
+_WITH_COMMA = re.compile(r"-?(?:\d+|\d{1,3}(?: \d{3})+)(?:,|\{,\})(?!\d{3}$)\d+")
+_GROUPS = re.compile(r"-?\d{1,3}(?:,-?\d{3})+")
+_FACTORS = re.compile(r"\d+(?!(?:st|nd|rd|th)$)[a-z]{1,3}|[a-z]{2}")
+#: Values that a sentence lists: "The answers are 12 and 345."
+_ENUMERATION = re.compile(
+    r"(?:\b(?:are|is)|[:=])[\s$]*(-?\d[\d./]*(?:,\s*-?\d[\d./]*)*,?\s+and\s+-?\d+(?:[./]\d+)*)[\s$.]*$"
+)
 _LETTER_GOLD = re.compile("[A-J]")
-_WRAPPER = re.compile(
-    r"\\(?:text\w*|mbox|hbox|math(?:rm|bf|it)|boldsymbol|underline|operatorname)\s*\{([^{}]*)\}"
-)
 _FRACTION = re.compile(r"\\[dtc]?frac(?![A-Za-z])")
-_COMMAND = re.compile(r"\\[A-Za-z]+\s*(?:\{[^{}]*\})?")
-_WORD = re.compile(
-    rf"(?<![^\W\d_])(?<!\\)[^\W\d_]{{3,}}|{FOREIGN}|(?<!\S)(?i:is|it|so|in|no|of|to|we|he|if|my)(?=[\s,]|$)"
-    r"|\b(?i:it|that|there|i)['’][a-z]"
-)
-_TIME = re.compile(r"\d:\d\d")
-#: Words of three or more letters that are mathematical notation.
-_NAMES = re.compile(
-    r"and|sqrt|a?(?:sin|cos|tan)h?|cot|sec|csc|log|exp|lim|min|max|mod|gcd|lcm|det|inf(?:inity)?"
-)
+_HALF_DAY = re.compile(r"\s*[ap]\.?m\.?$", re.IGNORECASE)
 _EQUALS = re.compile(rf"(?<![<>!\\])=>?|->|(?<=[^\W\d_]):\s|(?<={FOREIGN}):\s|(?<=[^\W\d_] ):\s")
 _SEVERAL = re.compile(r",(?!\d{3}(?!\d))|;|\b(?:and|or)\b")
+_OTHERS = re.compile(r";|,\s*[-$]?\d|\b(?:and|or)\b")
 _BOLD = re.compile(r"\*\*(?=[^*]*\d)([^*\n]+[^*\n:])\*\*")
+_PRICE = re.compile(r"\$\s?\d[\d.,]*(?!.*\$)")
 _FUNCTION = re.compile(r"\\sqrt|\^|!")
-_VERB = re.compile(" (?:is|are|has|have) ")
+_APPROXIMATELY = re.compile(r"\\(?:approx|simeq)(?![a-z])|≈")
+_VERB = re.compile(" (?:is|are|has|have|(?:will|would|must|should) be) ")
 _EXCLAMATION = re.compile(r"(?<=\w)!+\s*$")
 _ASIDE = re.compile(r"(?<=\S)\s+\([^()]*\)[.\s]*$")
 #: Text before a formula that is only a reason or circumstance of what precedes: "is 7, attained at $x = 5$".
@@ -91,6 +96,8 @@ _NO_NUMBER = re.compile(
 )
 #: A unit in plain letters after an expression: 2 sqrt(3) units.
 _UNIT_WORD = re.compile(r"(?<=[\w})])(?:\s+(?!(?:and|or)\b)(?:[A-Za-z]{3,}|[cdkm]m|ft|in)\.?)+\s*$")
+#: A number and words after it, without a formula: "27 at most".
+_WITH_WORDS = re.compile(r"\W*\d[\d.,/]*\s+[^\d\\()]*\Z")
 #: A part of a sentence that is a formula without marks: "The area is 25\pi", "The solution is (3, 5)".
 _BARE = re.compile(
     r"(?<![A-Za-z\\])(?:(?:\d++(?:\.\d++)?+|\\(?:pi|infty|cup|cap|in|le|ge|leq|geq|pm)(?![a-z])|\\sqrt\s*+\{[^{}]*+\}"
@@ -102,8 +109,6 @@ _JOINT = re.compile(r"\s*(?:,?\s*(?:and|or)|,)\s*")
 #: side does not name the right side.
 _BRACKETED = re.compile(r"\([^()]*\)|\[[^\[\]]*\]|_\{[^{}]*\}|_\w|(?<=\d)\s*x(?=\s*\d)")
 _LETTER = re.compile(r"(?<![A-Za-z\\])[A-Za-z](?![A-Za-z])")
-#: Texts and symbols of one meaning, with the symbol that stands for all.
-_SYNONYMS = replacements("synonyms", re.IGNORECASE, r"^\s*(?:{})\s*$")
 #: A number in a base, which may be missing; its digits include one from 0 to 9.
 _BASED = re.compile(r"\(?((?=[A-F]*\d)[0-9A-F]+)\)?(?:_\{?(\d+)\}?)?", re.IGNORECASE)
 
@@ -113,13 +118,17 @@ class _Gold:
     """A parsed ground truth: a plain number, else an expression, else (with neither) a text."""
 
     text: str
-    spelling: str  # see `_spelling`
+    spelling: str  # see `rlctl.reward.spelling`
     number: Number | None
     expression: Any | None
+    units: Units
+    #: what the text may mean besides: 12,5 is a pair or 12.5, -125,343 a number or a pair, 5am a time or
+    #: a product
+    others: tuple[Number | Any, ...] = ()
 
     @property
     def is_text(self) -> bool:
-        return self.number is None and self.expression is None
+        return self.number is None and self.expression is None and not self.others
 
     @property
     def is_number(self) -> bool:
@@ -129,24 +138,26 @@ class _Gold:
 
 
 def answer_of(response: str) -> str | None:
-    """Returns a response's answer as text; None if there is none.
+    """Returns a response's answer as text that can be a ground truth; None if there is none.
 
-    Equal numbers give equal text ("1/2" and "0.5" alike, percent without its sign). Other answers are printed
-    by sympy, or, if they cannot be parsed, returned in their normalised spelling.
+    Equal numbers give equal text ("1/2" and "0.5" alike, percent without its sign), lines do not: "x = 5" and
+    "y = 5" differ. Other answers are printed by sympy, or, if they cannot be parsed, returned in their
+    normalised spelling. `rlctl.reward.votes` joins answers that are equal though their texts differ.
     """
     unread = None
-    for place in places(response):
-        answer = _reading(place, is_number=True)
+    for stated in places(response):
+        answer = _reading(stated, is_number=True)
         if isinstance(answer, Number):
-            return str(answer.value)
+            name = _LINE.match(plain(stated.text))
+            return f"{name[1]} = {answer.value}" if name else str(answer.value)
         if answer is not None:
             return expressions.as_text(answer)
-        is_bare = place.text.strip() == response.strip() and not MATHS.fullmatch(response.strip())
-        if place.is_whole and not is_bare:  # announced, or written as a formula
-            unread = unread or _spelling(place.text)
-        if place.is_marked:
+        is_bare = stated.text.strip() == response.strip() and not MATHS.fullmatch(response.strip())
+        if stated.is_whole and not is_bare:  # announced, or written as a formula
+            unread = unread or spelling(stated.text)
+        if stated.is_marked:
             break
-    return unread or None
+    return unread or polarity(response)
 
 
 @GRADERS.register(
@@ -156,12 +167,15 @@ def answer_of(response: str) -> str | None:
     source="math-verify, with stricter rules",
     needs={"a ground truth that is a number, an expression or a few words"},
     answer_of=answer_of,
+    compares_answers=True,
     known_responses=lambda ground_truth: same_and_changed(boxed(ground_truth)),
+    score_range=(0.0, 1.0),
     data_sources=(
         r"gsm8k|gsm|math\w*|aime\d*|amc\d*|numina\w*|olympiad\w*|minerva|deepscaler|orz|svamp|asdiv"
         r"|multiarith|polaris|omni_math"
     ),
 )
+@any_accepted
 def grade(response: str, ground_truth: str) -> float:
     """1.0 when the response's answer equals the ground truth, else 0.0 (also when it gives no answer).
 
@@ -170,22 +184,42 @@ def grade(response: str, ground_truth: str) -> float:
     """
     gold = _gold(ground_truth)
     if _LETTER_GOLD.fullmatch(gold.spelling):
-        place = next(places(response), None)
-        marked = boxed(plain(place.text)) if place and place.is_marked else response
-        return float(chosen_option(marked) == gold.spelling)
-    for place in places(response):
-        if place.is_whole:
-            text = _unwrapped(_OPTION.sub("", place.text))
+        return float(_option(response) == gold.spelling)
+    if gold.spelling in POLAR:
+        return float(polarity(response) == gold.spelling)
+    for stated in places(response):
+        if stated.rest and _states_another(stated.rest, gold):
+            break
+        if stated.is_whole:
+            text = unwrapped(_OPTION.sub("", stated.text))
         else:
-            text = _formula(place.text, is_number=gold.is_number) or place.text
-        if gold.spelling in (_spelling(place.text), _spelling(text)):
+            text = _formula(stated.text, is_number=gold.is_number) or stated.text
+        spellings = [spelling(stated.text), spelling(text)]
+        if TIME.search(gold.spelling) and not _HALF_DAY.search(gold.spelling):
+            spellings = [_HALF_DAY.sub("", form) for form in spellings]
+        if gold.spelling in spellings:
             return 1.0
-        answer = None if gold.is_text else _reading(place, is_number=gold.is_number)
-        if answer is not None:
-            return float(_equal(gold, answer, text))
-        if place.is_marked or (gold.is_text and place.is_announced):
-            return 0.0
-    return float(gold.is_text and _spelling(_last_statement(response)) == gold.spelling)
+        answers = [] if gold.is_text else list(_readings(stated, text, is_number=gold.is_number))
+        if answers:
+            return float(_equal(gold, answers, text))
+        if stated.is_marked or (gold.is_text and stated.is_announced):
+            break
+    else:
+        return float(gold.is_text and spelling(_last_statement(response)) == gold.spelling)
+    return 0.0
+
+
+def _option(response: str) -> str | None:
+    """The option that a response chooses, in its first mark if there is one."""
+    place = next(places(response), None)
+    return chosen_option(boxed(plain(place.text)) if place and place.is_marked else response)
+
+
+def _states_another(rest: str, gold: _Gold) -> bool:
+    """Whether the text after a marked answer announces another one than the ground truth."""
+    place = next((place for place in places(rest) if place.is_announced), None)
+    answer = None if place is None or not gold.is_number else _reading(place, is_number=True)
+    return place is not None and answer is not None and not _equal(gold, [answer], place.text)
 
 
 def _last_statement(response: str) -> str:
@@ -210,30 +244,72 @@ def _final(ground_truth: str) -> str:
 
 @lru_cache(maxsize=4096)  # the responses to a prompt share one ground truth
 def _gold(ground_truth: str) -> _Gold:
-    text = legible(_final(ground_truth)).strip().strip("$").strip()
+    text = legible(_final(ground_truth)).strip()
+    text = text if _PRICE.match(text) else text.strip("$").strip()
     is_prose = "\\" not in text and len(re.findall(r"[A-Za-z]{2,}", text)) > MAX_WORDS
-    number = None if _TIME.search(text) else _number(text)
+    number = None if TIME.search(text) else _number(text)
     if not re.search(r"\w|\\", text) or (is_prose and number is None):
         raise ValueError(f"the ground truth {ground_truth[:200]!r} is not a mathematical expression")
     expression = None
-    if number is None and not _is_words(text):
+    if number is None and not is_words(text):
         expression = _expression(text)
-    return _Gold(text, _spelling(text), number, expression)
+    return _Gold(text, spelling(text), number, expression, _units(text), tuple(_other_readings(text)))
 
 
-def _is_words(text: str) -> bool:
-    r"""Whether a text is or contains words: "no solution", `\text{(A)}`, "5 and a half"."""
-    bare = _WRAPPER.sub("", text)
-    words = _WORD.findall(_COMMAND.sub(" ", bare))
-    return not re.search(r"[\w\\]", bare) or any(not _NAMES.fullmatch(word) for word in words)
+def _units(text: str) -> Units:
+    """The units at the end of a text, after its expression."""
+    bare = expressions.without_units(text)
+    return units_of(plain(text.removeprefix(bare))) if bare != text else NO_UNITS
 
 
-def _equal(gold: _Gold, answer: Number | Any, text: str) -> bool:
+def _other_readings(text: str) -> Iterator[Number | Any]:
+    """What a text may mean besides its first meaning; texts in which a comma or a letter has two meanings."""
+    if _WITH_COMMA.fullmatch(text):
+        yield Number(Fraction(re.sub(r",|\{,\}", ".", text.replace(" ", ""))))
+    if _GROUPS.fullmatch(text) and (values := expressions.read(text.replace(",", ", "))) is not None:
+        yield values
+    if _FACTORS.fullmatch(text) and (product := expressions.read(text)) is not None:
+        yield product
+
+
+def _readings(place: Place, text: str, *, is_number: bool) -> Iterator[Number | Any]:
+    """What a place may mean; `text`: the answer in it."""
+    first = _reading(place, is_number=is_number)
+    if first is not None:
+        yield first
+    yield from _other_readings(text)
+    if first is None and (values := _ENUMERATION.search(text)):
+        listed = expressions.read(values[1])
+        if listed is not None and is_asserted(text[: values.start(1)], text[values.end(1) :]):
+            yield listed
+
+
+def _equal(gold: _Gold, answers: list[Number | Any], text: str) -> bool:
+    ratio = factor(_units(text), gold.units) if gold.number is None else Fraction(1)
+    if ratio is None:
+        return False
+    if ratio != 1:
+        answers = [expressions.scaled(answer, ratio) for answer in answers]
+    golds = [gold.expression if gold.number is None else gold.number, *gold.others]
+    pairs = [(expected, answer) for expected in golds for answer in answers]
+    return _equals_first_reading(gold, answers[0], text) or any(starmap(_same, pairs[1:]))
+
+
+def _same(gold: Number | Any, answer: Number | Any) -> bool:
+    if isinstance(gold, Number) and isinstance(answer, Number):
+        return gold.equals(answer)
+    gold, answer = (
+        expressions.from_number(one) if isinstance(one, Number) else one for one in (gold, answer)
+    )
+    return expressions.equal(gold, answer)
+
+
+def _equals_first_reading(gold: _Gold, answer: Number | Any, text: str) -> bool:
     if isinstance(answer, Number):
         if gold.number is not None:
             return gold.number.equals(answer)
         answer = expressions.from_number(answer)
-    based, other = (_BASED.fullmatch(spelling) for spelling in (gold.spelling, _spelling(text)))
+    based, other = (_BASED.fullmatch(form) for form in (gold.spelling, spelling(text)))
     if based and other and based[2]:  # the parser drops the bases
         return based[1].upper() == other[1].upper() and other[2] in {None, based[2]}
     expected = gold.expression if gold.number is None else expressions.from_number(gold.number)
@@ -256,20 +332,38 @@ def _reading(place: Place, *, is_number: bool) -> Number | Any | None:
 
 def _whole(text: str, *, is_number: bool) -> Number | Any | None:
     """Parses a text that is only the answer."""
-    text = _unwrapped(_OPTION.sub("", text))
+    text = _exact(unwrapped(_OPTION.sub("", text)))
+    unit = _UNIT_WORD.search(text)
+    shown = plain(text)
+    num_words = len(WORD.findall(shown))
+    has_unit = num_words > 0 and _WITH_WORDS.match(shown) is not None and not _OTHERS.search(shown)
+    is_doubtful = is_number and has_unit and not is_statement("", *number_and_rest(shown))
+    if is_doubtful or expressions.is_unfinished(text):
+        return None
     if is_number and (number := _amount(text)):
         return number
-    shown = plain(text)
-    num_words = len(_WORD.findall(shown))
     is_sentence = num_words > 1 or (num_words == 1 and not re.search(r"\d", shown))
+    if not is_number and num_words and MATHS.search(text) and not MATHS.fullmatch(text):
+        return _prose(text, is_number=False)
     if is_number and is_sentence and "\\" not in shown and not _SEVERAL.search(in_figures(shown)):
         if MATHS.search(text):
             return _prose(text, is_number=True)
         if number := number_in(plain(_statement(text, is_number=True)), words=True):
             return number
-    elif is_number and (unit := _UNIT_WORD.search(text)) and is_asserted("", unit[0]):
+    elif is_number and unit and is_asserted("", unit[0]):
         text = text[: unit.start()]
-    return None if _is_words(text) else _expression(text)
+    return None if is_words(text) else _expression(text)
+
+
+def _exact(text: str) -> str:
+    r"""The exact value of `\frac{10}{3} \approx 3.33`; nothing if the decimal is no approximation of it."""
+    exact, *approximate = _APPROXIMATELY.split(text)
+    if not exact.strip() or len(approximate) != 1:
+        return text
+    value, number = expressions.value_of(_expression(exact)), _number(approximate[0].strip())
+    if value is None or number is None:
+        return text
+    return exact if number.rounds(value) else ""
 
 
 def _prose(sentence: str, *, is_number: bool) -> Number | Any | None:
@@ -297,7 +391,8 @@ def _prose(sentence: str, *, is_number: bool) -> Number | Any | None:
 
 
 def _is_stated(sentence: str, value: re.Match[str]) -> bool:
-    return is_asserted(sentence[: value.start()], sentence[value.end() :])
+    before, after = sentence[: value.start()], sentence[value.end() :]
+    return is_asserted(before, after) and is_statement(before, value[1], after)
 
 
 def _statement(sentence: str, *, is_number: bool) -> str:
@@ -309,10 +404,12 @@ def _statement(sentence: str, *, is_number: bool) -> str:
 
 def _number(text: str) -> Number | None:
     r"""Parses a text that is only a number, perhaps with a unit: "$1,234", `\frac{1}{2}\text{ inch}^2`."""
-    wrapped = _WRAPPER.fullmatch(text)
+    wrapped = WRAPPER.fullmatch(text)
     bare = expressions.without_units(wrapped[1] if wrapped else text)
     number = measure(plain(bare), has_unit=not _FRACTION.search(bare))
-    return number and replace(number, units=number.units or units_of(plain(text.removeprefix(bare))))
+    if number is None or number.units != NO_UNITS:
+        return number
+    return replace(number, units=units_of(plain(text.removeprefix(bare))))
 
 
 def _amount(text: str) -> Number | None:
@@ -325,6 +422,9 @@ def _amount(text: str) -> Number | None:
     number = _number(_ASIDE.sub("", shown).strip())
     before = f"{'='.join(left)}=" if left else ""
     if number is None or not is_asserted(before, aside[0] if aside else ""):
+        return None
+    introduced = text[: text.rindex(shown)] if left else ""
+    if not is_statement(introduced, *number_and_rest(plain(shown))):
         return None
     for side in map(plain, left):
         outside = _BRACKETED.sub("", side)
@@ -353,20 +453,21 @@ def _formula(sentence: str, *, is_number: bool) -> str | None:
     formulas: list[tuple[int, int, str]] = [
         (match.start(), match.end(), next(filter(None, match.groups()))) for match in MATHS.finditer(sentence)
     ]
-    found = [one for one in formulas if not _WORD.search(_COMMAND.sub("", one[2]))]  # not "$5 and then $"
-    if not found:
+    candidates = [one for one in formulas if not WORD.search(COMMAND.sub("", one[2]))]  # not "$5 and then $"
+    if not candidates:
         bare = sentence.strip().rstrip(".")
-        if not _WORD.search(_COMMAND.sub("", _UNIT_WORD.sub("", bare))):
+        if not WORD.search(COMMAND.sub("", _UNIT_WORD.sub("", bare))):
             return bare
-        found = list(_bare_formulas(sentence, is_number=is_number))
-        if not found:
+        candidates = list(_bare_formulas(sentence, is_number=is_number))
+        if not candidates:
             return None
-    start, end, formula = found.pop()
+    start, end, formula = candidates.pop()
     after = sentence[end:]
-    while found and _JOINT.fullmatch(sentence[found[-1][1] : start]):
-        start, _, earlier = found.pop()
+    while candidates and _JOINT.fullmatch(sentence[candidates[-1][1] : start]):
+        start, _, earlier = candidates.pop()
         formula = f"{earlier}, {formula}"
-    return formula if is_asserted(sentence[:start], after) else None
+    is_stated = is_asserted(sentence[:start], after) and is_statement(sentence[:start], formula, after)
+    return formula if is_stated else None
 
 
 def _bare_formulas(sentence: str, *, is_number: bool) -> Iterator[tuple[int, int, str]]:
@@ -378,28 +479,3 @@ def _bare_formulas(sentence: str, *, is_number: bool) -> Iterator[tuple[int, int
         has_value = re.search(r"\\(?:pi|sqrt)" if is_number else r"\d|\\", formula)
         if has_value and not (is_number and is_part):
             yield run.start(), end, formula
-
-
-def _unwrapped(text: str) -> str:
-    """A formula without `$`, brackets or backticks around it; any other text unchanged."""
-    formula = MATHS.fullmatch(text.strip().strip("`").rstrip("."))
-    return next(filter(None, formula.groups())) if formula else text.strip("`")
-
-
-def _spelling(text: str) -> str:
-    """Normalises a text's formatting; equal spellings are equal answers of any kind."""
-    text = _unwrapped(legible(text)).rstrip("$. \n").lstrip("$ \n")
-    while (shown := _WRAPPER.sub(r" \1 ", text)) != text:
-        text = shown
-    text = re.sub(r"\\(?:left|right|displaystyle)(?![a-z])|\\[,;:! ]|~|(?<!\w)\*\*|\*\*(?!\w)", " ", text)
-    text = re.sub(r"(?<=\\)[dtc](?=frac|binom)", "", text).replace("**", "^")
-    text = re.sub(r"\\(?:cdot|times)(?![a-z])", "*", text)
-    text = re.sub(r"\\[lcd]?dots|\.\.\.(?=[,+])", r"\\dots", text)
-    text = re.sub(r"(\\[a-z]+)\s*\{(\w)\}", r"\1 \2", text)
-    text = replaced(text, _SYNONYMS)
-    if _is_words(text) or _TIME.search(text):
-        text = re.sub(r"(?<=\d)(?:st|nd|rd|th)\b|(?<=[a-z]{3})s\b|[\"()]", "", text.casefold())
-        text = re.sub(r",?\s+and\s+", ", ", text)
-    text = re.sub(r"(?<=[A-Za-z])\.|(?<=\d)\s+(?=[A-Za-z])", "", text)
-    text = re.sub(r"\s+(?![A-Za-z0-9])|(?<![A-Za-z0-9])\s+", "", re.sub(r"\s+", " ", text))
-    return re.sub(r"^\(([A-Za-z])\)$|\{(\w)\}", r"\1\2", text)

@@ -7,13 +7,15 @@ from collections.abc import Sequence
 from itertools import count
 from typing import TYPE_CHECKING, Any
 
+from rlctl.batch import torch_device
+from rlctl.chat_template import rendered
 from rlctl.errors import EnvironmentFailure, RunFailure, UsageError, first_line
 from rlctl.lazy import torch
 from rlctl.registry import GRADERS
 from rlctl.reward.protocol import Failure, Grade, Sample, Scorer
 
 if TYPE_CHECKING:
-    from rlctl.spec.rollout import RewardModelSpec, RewardSpec
+    from rlctl.run_spec.rollout import RewardModelSpec, RewardSpec
 
 _FIX = (
     "name a sequence classifier with one output; reward.model.trust_remote_code=true if it ships its own code"
@@ -42,7 +44,7 @@ class ModelScorer(Scorer):
         EnvironmentFailure: the model cannot be downloaded or placed on the device.
     """
 
-    def __init__(self, section: RewardSpec, device: torch.device) -> None:
+    def __init__(self, section: RewardSpec, device: torch.device | None) -> None:
         spec = section.model
         self._model, self._tokenizer = _load(spec)
         added = self._tokenizer("")["input_ids"]
@@ -50,10 +52,10 @@ class ModelScorer(Scorer):
         self._start = [token for token in added[:1] if token != self._tokenizer.eos_token_id]
         self.set_policy(None)
         try:
-            self._device = torch.device(spec.device) if spec.device else device
+            self._device = torch.device(spec.device) if spec.device else device or torch_device()
         except RuntimeError as error:
-            what, where = f"no such device: {first_line(error)}", f"reward.model.device={spec.device}"
-            raise UsageError(what, where=where, fix="cpu, cuda:0 …") from error
+            message, where = f"no such device: {first_line(error)}", f"reward.model.device={spec.device}"
+            raise UsageError(message, where=where, fix="cpu, cuda:0 …") from error
         try:
             self._model.to(self._device).eval()
         except (RuntimeError, AssertionError) as error:
@@ -81,12 +83,12 @@ class ModelScorer(Scorer):
         """
         grades: list[Grade] = [0.0] * len(samples)
         ids: dict[int, list[int]] = {}
-        for place, sample in enumerate(samples):
+        for index, sample in enumerate(samples):
             tokens = self._tokens(sample)
             if isinstance(tokens, Failure):
-                grades[place] = tokens
+                grades[index] = tokens
             else:
-                ids[place] = tokens
+                ids[index] = tokens
         readable = sorted(ids, key=lambda place: len(ids[place]))  # similar lengths need less padding
         for start in range(0, len(readable), self._batch_size):
             rows = readable[start : start + self._batch_size]
@@ -139,7 +141,7 @@ class ModelScorer(Scorer):
             asked = sample.messages or [{"role": "user", "content": sample.prompt}]
             turns = [*asked, {"role": "assistant", "content": sample.response}]
             try:
-                text = tokenizer.apply_chat_template(turns, tokenize=False)
+                text = rendered(tokenizer, turns)
             except Exception as error:  # Jinja's own errors and whatever the template raises
                 return Failure(f"the reward model's chat template refuses the sample: {error}")
             ids = tokenizer(text, add_special_tokens=False)["input_ids"]
@@ -175,8 +177,8 @@ def _load(spec: RewardModelSpec) -> tuple[Any, Any]:
     with explained(spec.path, "reward.model.path", "a reward model", _FIX) as path:
         config = AutoConfig.from_pretrained(path, **trust)
         if config.num_labels != 1:
-            what = f"a reward model has one output, this one has {config.num_labels}"
-            raise UsageError(what, where=where, fix=_FIX)
+            message = f"a reward model has one output, this one has {config.num_labels}"
+            raise UsageError(message, where=where, fix=_FIX)
         tokenizer = AutoTokenizer.from_pretrained(path, **trust)
         model, report = AutoModelForSequenceClassification.from_pretrained(
             path, dtype=dtype, output_loading_info=True, **trust

@@ -8,12 +8,15 @@ import re
 import tomllib
 import unicodedata
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from decimal import Decimal
 from fractions import Fraction
 from pathlib import Path
 
+from rlctl.reward import number_words
 from rlctl.reward.assertion import is_asserted
+from rlctl.reward.statements import is_statement
+from rlctl.reward.units import NO_UNITS, Units, factor, units_of
 
 
 @dataclass(frozen=True, slots=True)
@@ -22,8 +25,7 @@ class Number:
 
     value: Fraction  # of a percentage, the number before the sign
     is_percent: bool = False  # a percent sign follows
-    #: its units of measurement, by their names in `_MEASURES`; "" for any other word
-    units: tuple[str, ...] = ()
+    units: Units = NO_UNITS
 
     @property
     def is_decimal(self) -> bool:
@@ -35,10 +37,13 @@ class Number:
         """Whether the values are equal; "50%" equals "50" and "0.5", but "0.5%" is not "0.5".
 
         A decimal fraction may differ by up to 5e-7, but not by more than 1e-4 of the value. Units are
-        compared if both have one: "5 cm" equals "5", not "5 m".
+        converted if both have one: "5 cm" equals "5" and "50 mm", not "5 m".
         """
-        if any(a and b and a != b for a, b in zip(self.units, other.units, strict=False)):
+        ratio = factor(other.units, self.units)
+        if ratio is None:
             return False
+        if ratio != 1:
+            other = replace(other, value=other.value * ratio)
         if self.is_percent == other.is_percent:
             return self._is_close(other.value, other)
         if abs(self.value) >= 1 and self._is_close(other.value, other):
@@ -143,27 +148,17 @@ _NUMBER = re.compile(
     r"(?P<stuck>(?:st|nd|rd|th|k)\b|:\d|\s?\\(?:pi|sqrt|infty)(?![a-z]))?",
     re.IGNORECASE,
 )
-_UNITS = ["zero", "one", "two", "three", "four", "five", "six", "seven", "eight", "nine", "ten", "eleven"]
-_TEENS = ["twelve", "thirteen", "fourteen", "fifteen", "sixteen", "seventeen", "eighteen", "nineteen"]
-_TENS = ["twenty", "thirty", "forty", "fifty", "sixty", "seventy", "eighty", "ninety"]
-_WORDS = dict(zip([*_UNITS, *_TEENS, *_TENS], [*range(20), *range(20, 100, 10)], strict=True))
-_BELOW_100 = (
-    rf"(?:(?:{'|'.join(_TENS)})(?:[- ](?:{'|'.join(_UNITS[1:10])})\b)?"
-    rf"|{'|'.join([*_TEENS, *reversed(_UNITS)])})"
+_CURRENCIES = {"$": "dollar", "€": "euro", "£": "sterling", "¥": "yen", "₹": "rupee"}
+_FORMULA_END = re.compile(r"[^$\n]{0,80}\$")
+_SHORT_UNIT = (
+    r"(?:[cdkm]m|ft|in|mi|yd|k?g|mg|lbs?|oz|m[lL]|[lL]|hr?s?|mins?|s|[ap]m|[AP]M|mph|kph"
+    r"|k?[NJWV]|[kM]?Pa|[kMG]?Hz|mol|k?cal|kWh)\b"
 )
-_BELOW_1000 = rf"{_BELOW_100}(?:[- ]hundred(?:(?: and|-)? {_BELOW_100})?)?"
-#: A number in words.
-SPELLED = re.compile(
-    rf"\b{_BELOW_1000}(?:[- ](?:{'|'.join(list(SCALES)[1:])})(?:(?:,| and)? {_BELOW_1000})?)*\b(?! point\b)",
-    re.IGNORECASE,
-)
-
-_SHORT_UNIT = r"(?:[cdkm]m|ft|in|mi|yd|k?g|mg|lbs?|oz|m[lL]|[lL]|hr?s?|mins?|s|[ap]m|[AP]M|mph|kph)\b"
 #: Text after a number that is only its unit. Two letters that are not a unit are a product: 5 xy.
 _LETTERS = rf"(?:[^\W\d_]|{FOREIGN})*+"  # possessive: the words of a unit are found in one way only
 _POWER = r"(?:\s*\^\s*\{?\d\}?)?"
 _UNIT = re.compile(
-    r"(?!\s*(?:pi|sqrt|or|and|log|ln|sin|cos|tan|mod|x|i|e)\b)"
+    r"(?!\s*(?:pi|sqrt|or|and|log|ln|sin|cos|tan|mod|x|i|e|off|halves|(?:thir|four|fif|six|seven|eigh|nin|ten)(?:d|th)s)\b)"
     r"(?!.*\b(?:not|never|cannot|than|wrong|incorrect)\b|.*n['’]t\b)"
     rf"(?:(?:\s*[/$¢%€£'\"]|{_SHORT_UNIT}{_POWER}"
     rf"|[\s-]+(?:(?:(?:[^\W\d_]{{3}}|{FOREIGN}){_LETTERS}|sq\b)\.?|{_SHORT_UNIT}|[cCdgGhKLlmsVWN]\b){_POWER})"
@@ -171,20 +166,13 @@ _UNIT = re.compile(
     r"[\s.$*\u2600-\U0001faff]*"
 )
 _END = re.compile(r"[\s.$*%]*")
-#: Units of measurement, each with its other names.
-_MEASURES = (
-    "mm millimeter,cm centimeter,m meter,km kilometer kph,inch inche,ft feet foot,yd yard,mi mile mph"
-    ",mg milligram,g gram,kg kilogram,oz ounce,lb pound,ml milliliter,l liter,s second sec,min minute"
-    ",h hour hr,day,week,month,year,degree,rad radian,cent,dollar"
-)
-_MEASURE = {name: names.split()[0] for names in _MEASURES.split(",") for name in names.split()}
-_MEASURED = re.compile(
-    r"[\s~]*(?:(?:square|cubic|sq\.?)\s+)?([A-Za-z]+)(?:\s*\^\s*\{?\d\}?)?(?:\s*(?:/|\b(?:per|an?)\b)\s*([A-Za-z]+))?"
-)
 #: Text after a number that is an operand, not a result.
 _OPERAND_OF = re.compile(
     r"\s*(?:[A-Za-z]+(?:/[a-z]+)?\s+|[A-Za-z]+(?=/))?[)\]]*\s*(?:[-+*/×÷·^=]|x(?=[\s\d]))\s*[(\[$€£-]*\s*\.?\d|\(\s*\.?\d"
+    r"|\s*[-+*/^]\s*[b-z](?![A-Za-z'’./])"
     r"|\s+(?:more|less|fewer|greater|smaller|larger) than\s+[$€£]?(?:\d|[a-z]\b)"
+    r"|\s+(?:[a-z]+\s+)?(?:(?:off|away|short|shy|removed)\s+(?:from|of|by)|(?:above|below))\s+[$€£]?\d"
+    r"|\s+(?:out\s+of|(?:steps|units|places)\s+from)\s+[$€£]?\d"
     r"|\s+(?:to\s+[$€£]?\d|(?:halves|thirds|fourths|quarters|fifths)\b)"
 )
 #: Text before such a number.
@@ -193,15 +181,18 @@ _OPERATOR = re.compile(
     r"|(?:\^|\\sqrt)\s*(?:\[\d+\]\s*)?\{?"
     r"|\b(?i:times|plus|half(?: of)?|twice|double|triple|log|ln|(?:root|square|cube|factorial|opposite"
     r"|negative|inverse|reciprocal|(?:third|fourth|quarter|fifth)s?) of)\b"
-    r"\s*[($€£]*)\s*$"
+    r"\s*[($€£]*|\bout of\s+[$€£]?|\b(?:differs?|off)\b[^.;]*\bby\s+[$€£]?"
+    r"|\d\s+(?:[a-z]+\s+)?(?:off|away|short|shy|removed)\s+(?:from|of)\s+[$€£]?|\boff\s+(?:from\s+)?[$€£]?)\s*$"
 )
+#: Text after a percentage that is an operand.
+_OF_NUMBER = re.compile(r"\s+of\s+[$€£]?\d")
 #: Text before a number: an equation that is not solved for its letter, such as 2x + 3 = 7. In 5 m = 500 cm
 #: the letter is a unit.
 _UNSOLVED = re.compile(
     r"(?:(?<![A-Za-z])[a-z]\s*[-+*/^]\s*[\d.]+|\d\s*[-+*/^]?\s*[a-fi-kn-rt-z])\s*=\s*[($€£-]*\s*$"
 )
 _NAMED = re.compile(  # June 20, Chapter 12
-    r"(?:Chapter|Section|Figure|Table|Exercise|Problem|Question|Step|Example|Theorem|Lemma|Equation|Appendix)\s+$|"
+    r"(?:Page|Chapter|Section|Figure|Table|Exercise|Problem|Question|Step|Example|Theorem|Lemma|Equation|Appendix)\s+$|"
     r"\b(?:is|was|on|by|until)[\s$]+[A-Z][a-z]+\s+$"
     r"|\b(?:January|February|March|April|May|June|July|August|September|October|November|December)\s+$"
 )
@@ -215,6 +206,7 @@ _ALSO = re.compile(
     r"\b([a-z])(?:_\w)?\s*=\s*\S*\d\)?,?\s+(?:and |or )?\s*\1(?:_\w)?\s*=\s*[($€£-]*$", re.IGNORECASE
 )
 _AND_NUMBER = re.compile(r"[%)]?\s*,?\s*(?:[,;]\s|\b(?:and|or)\b|&)\s*[($€£-]*\d")
+_OR = re.compile(r"(?:\s+[a-z]+){1,3},?\s+or\s+")
 _RESULT = re.compile(
     r"(?:=|\b(?:which|that|it) (?:is|was|equals|makes)|\brounds?(?: up| down| off)? to|\bmeaning)\s+"
     r"(?:about\s+)?[($€£-]*\s*$"
@@ -248,6 +240,8 @@ _EXPLANATION = re.compile(
     r"\b(?:because|since|as (?:she|he|it|they|there)|given|assuming|if|when|while|whereas|than|compared|after"
     r"|before|once)\b|(?<![A-Za-z])[(]|\bto [a-z]+\b[^,;]*$"
 )
+#: Before the conclusion from an equation: "2 * 16 = 32, so the next even number is 34".
+_CONCLUSION = re.compile(r",\s+(?:and )?(?:so|thus|hence|therefore|which means)\b(?=.*\d)")
 #: Maximum number of a sentence's numbers that are ranked: the last ones.
 MAX_NUMBERS = 64
 #: Maximum characters read before and after a number.
@@ -259,14 +253,17 @@ def legible(text: str) -> str:
     """Replaces unusual characters (full width, typographic minus, ½, π, √, ²) and words ("72 squared", "pi"),
     removes colours and invisible characters."""
     text = _COLOR.sub("", text)
-    text = _EXPONENT.sub(_power, _ROOT.sub(lambda root: rf"\sqrt{{{root[1] or root[2] or root[3]}}}", text))
-    text = _DIGIT.sub(lambda digit: str(unicodedata.decimal(digit[0])), text.translate(_CHARACTERS))
-    return replaced(_BASE.sub(_index, _SCRIPTS.sub(" ", text)), _IN_WORDS)
+    text = _ROOT.sub(lambda root: rf"\sqrt{{{root[1] or root[2] or root[3]}}}", text)
+    if not text.isascii():
+        text = _EXPONENT.sub(_power, text).translate(_CHARACTERS)
+        text = _DIGIT.sub(lambda digit: str(unicodedata.decimal(digit[0])), text)
+        text = _SCRIPTS.sub(" ", text)
+    return replaced(_BASE.sub(_index, text), _IN_WORDS)
 
 
 def _index(base: re.Match[str]) -> str:
     name = next(filter(None, base.groups())).lower()
-    return "" if name in {"10", "ten"} else f"_{{{_WORDS.get(name, name)}}}"
+    return "" if name in {"10", "ten"} else f"_{{{number_words.value_of_word(name) or name}}}"
 
 
 def _power(raised: re.Match[str]) -> str:
@@ -289,7 +286,7 @@ def _fraction(decimal: re.Match[str]) -> str:
 def plain(text: str) -> str:
     """Converts LaTeX and Markdown to plain text, as far as parsing numbers needs it."""
     text = _POWER_OF_TEN.sub(
-        lambda found: f"{Decimal(f'{found[1]}e{found[2] or found[3]}'):f}", in_digits(text)
+        lambda match: f"{Decimal(f'{match[1]}e{match[2] or match[3]}'):f}", in_digits(text)
     )
     return replaced(text, _PLAIN)
 
@@ -305,41 +302,52 @@ def number_in(sentence: str, *, words: bool = False) -> Number | None:
     sentence = in_figures(sentence) if words else sentence
     best: tuple[int, int, re.Match[str]] | None = None
     previous = _NEVER
-    for place, match in enumerate(list(_NUMBER.finditer(sentence))[-MAX_NUMBERS:]):
+    for index, match in enumerate(list(_NUMBER.finditer(sentence))[-MAX_NUMBERS:]):
         rank = _rank(sentence, match, found=best[0] if best else _NEVER, previous=previous)
         previous = rank
         # Among circumstances the first is preferred, among other numbers the last.
-        key = (rank, place if rank == _LESS else -place)
+        key = (rank, index if rank == _LESS else -index)
         if rank != _NEVER and (best is None or key < best[:2]):
             best = (*key, match)
     if best is None:
         return None
     rank, _, match = best
+    conclusions = list(_CONCLUSION.finditer(sentence, match.end()))
+    if conclusions and not is_statement(sentence[: match.start()], match[0], sentence[match.end() :]):
+        return number_in(sentence[conclusions[-1].end() :])
     before = sentence[max(0, match.start() - MAX_CHARS_BEFORE) : match.start()]
-    is_one_of_several = _NUMBER_AND.search(before) or _AND_NUMBER.match(sentence, match.end())
+    is_one_of_several = bool(
+        _NUMBER_AND.search(before)
+        or _AND_NUMBER.match(sentence, match.end())
+        or _differs_from_next(sentence, match)
+    )
     if _ALSO.search(before) or (is_one_of_several and rank != _RESULT_OF):
+        return None
+    if not is_statement(before, match[0], sentence[match.end() :]):
         return None
     return _value(match, sentence)
 
 
+def _differs_from_next(sentence: str, match: re.Match[str]) -> bool:
+    """Whether "or" and another quantity follow: "42 apples or 57 apples", not "90 minutes or 1.5 hours"."""
+    joint = _OR.match(sentence, match.end())
+    other = _NUMBER.match(sentence, joint.end()) if joint else None
+    if other is None:
+        return False
+    value, next_value = _value(match, sentence), _value(other, sentence)
+    ratio = factor(value.units, next_value.units) if value and next_value else None
+    return value is None or next_value is None or ratio is None or not next_value.rounds(value.value * ratio)
+
+
+def number_and_rest(text: str) -> tuple[str, str]:
+    """The first number in a text and what follows it; the text and nothing if it has none."""
+    match = _NUMBER.search(text)
+    return (match[0], text[match.end() :]) if match else (text, "")
+
+
 def in_figures(text: str) -> str:
     """A text with its numbers in words in digits, if it has no digits."""
-    if re.search(r"\d", text):
-        return text
-    return replaced(SPELLED.sub(lambda spelled: str(_spelled(spelled[0])), text), _IN_WORDS)
-
-
-def _spelled(text: str) -> int:
-    """The value of a match of `SPELLED`."""
-    total = part = 0
-    for word in re.findall("[a-z]+", text.lower()):
-        if word in _WORDS:
-            part += _WORDS[word]
-        elif word == "hundred":
-            part *= 100
-        elif word in SCALES:
-            total, part = total + part * SCALES[word], 0
-    return total + part
+    return text if re.search(r"\d", text) else replaced(number_words.in_figures(text), _IN_WORDS)
 
 
 def measure(text: str, *, has_unit: bool = True) -> Number | None:
@@ -347,20 +355,13 @@ def measure(text: str, *, has_unit: bool = True) -> Number | None:
 
     `text` is the output of `plain`. `has_unit`: words after the number are its unit.
     """
-    text = re.sub(r"^[\s$=]*(?:approximately|about|only|exactly|~)?\s*", "", text)
+    text = re.sub(r"^(?:[\s=]|\$(?!\s?[\d.]))*(?:approximately|about|only|exactly|~)?\s*", "", text)
     match = _NUMBER.match(text)
     if match is None or match["stuck"]:
         return None
     rest = _UNIT if has_unit else _END
     is_only = rest.fullmatch(text, match.end()) and is_asserted("", text[match.end() :])
     return _value(match, text) if is_only else None
-
-
-def units_of(text: str) -> tuple[str, ...]:
-    """Units of measurement at the start of a text, by their names in `_MEASURES`."""
-    found = _MEASURED.match(text)
-    words = [word.lower().replace("tre", "ter") for word in found.groups("")] if found else []
-    return tuple(_MEASURE.get(word, _MEASURE.get(word.removesuffix("s"), "")) for word in words)
 
 
 def _rank(sentence: str, match: re.Match[str], *, found: int, previous: int) -> int:
@@ -371,6 +372,8 @@ def _rank(sentence: str, match: re.Match[str], *, found: int, previous: int) -> 
     since = max(0, match.start() - MAX_CHARS_BEFORE)
     before, after = sentence[since : match.start()], sentence[match.end() : match.end() + MAX_CHARS_BEFORE]
     is_operand = _OPERAND_OF.match(after) or _OPERATOR.search(sentence[since : match.start("digits")])
+    if match["percent"] and _OF_NUMBER.match(after):
+        return _NEVER
     is_named = _NAMED.search(before) or _UNSOLVED.search(before)
     if match["stuck"] or is_operand or is_named or not is_asserted(before, after):
         return _NEVER
@@ -400,7 +403,14 @@ def _value(match: re.Match[str], text: str) -> Number | None:
         value = whole + over / int(match["under"])
     value *= SCALES.get((match["scale"] or "").lower(), 1)
     value = -value if match["minus"] or match["inner"] else value
-    return Number(value, bool(match["percent"]), units_of(text[match.end() :]))
+    return Number(value, bool(match["percent"]), units_of(_currency(match) + text[match.end() :]))
+
+
+def _currency(match: re.Match[str]) -> str:
+    """The name of the currency whose sign precedes a number; the dollar sign may begin a formula."""
+    name = next((name for sign, name in _CURRENCIES.items() if sign in match[0]), "")
+    is_formula = name == "dollar" and _FORMULA_END.match(match.string, match.end())
+    return "" if is_formula else name
 
 
 def calculate(expression: str, numbers: list[Fraction] | None = None) -> Fraction | None:

@@ -4,26 +4,38 @@ from __future__ import annotations
 
 import contextlib
 import json
+import logging
 import os
 import select
 import signal
 import subprocess
 import sys
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, replace
 from itertools import groupby
-from pathlib import Path
 from typing import Any
 
-import rlctl
+from rlctl import leftovers
 from rlctl.errors import UsageError
-from rlctl.processes import cpu_seconds
+from rlctl.extras import MissingPackage
+from rlctl.processes import cpu_seconds, environment_without_keys
+from rlctl.processor_time import STALLED
 from rlctl.registry import GRADERS, is_builtin
-from rlctl.reward.protocol import Failure, GradeAndAnswer, Sample, Scorer
+from rlctl.reward.protocol import (
+    Failure,
+    FailureKind,
+    Grade,
+    GradeAndAnswer,
+    Sample,
+    Scorer,
+    accepted_answers,
+)
+from rlctl.reward.votes import same_answers
 from rlctl.user_code import is_file_function
 
+_log = logging.getLogger(__name__)
 DEADLINE_S = 5.0
 #: Seconds for one call of a user's function, which may query a server, or import a library on its first call.
 FUNCTION_DEADLINE_S = 30.0
@@ -35,8 +47,10 @@ _AS_RESPONSE = ("{}", "\\boxed{{{}}}", "#### {}")
 #: Maximum number of ground truths with a cached self-test.
 _MAX_TESTED = 100_000
 START_DEADLINE_S = 60.0
-#: Wall-clock time, in deadlines, after which a grading that gets too little processor time is ended.
-STALLED = 10.0
+#: Kinds of failures of a grading that reached a limit or ended its process.
+LIMITS: frozenset[FailureKind] = frozenset({"time-out", "memory", "crash"})
+#: Seconds in which a process replies after the time limit of a call, and from which waiting calls are long.
+_RESPONSE_S, _LONG_WAIT_S = 5.0, 2.0
 #: Maximum bytes of a reply, per sample.
 MAX_REPLY_BYTES = 1 << 20
 
@@ -66,6 +80,7 @@ class GradingPool(Scorer):
         deadline_s: time limit of one grading in seconds: processor time for a built-in grader, wall-clock
             time for a user's function; None: 5 and 30.
         num_workers: processes; None: this rank's share of the cores.
+        threads: calls of a user's plain function at the same time in each process.
     """
 
     def __init__(
@@ -75,19 +90,27 @@ class GradingPool(Scorer):
         *,
         deadline_s: float | None = None,
         num_workers: int | None = None,
+        threads: int = 1,
     ) -> None:
-        self._is_ours = is_ours(grader)
+        self._name, self._is_ours = grader, is_ours(grader)
         deadline_s = deadline_s or (DEADLINE_S if self._is_ours else FUNCTION_DEADLINE_S)
-        self._kinds_of_responses = {"time-out", "memory", "crash"} | ({"error"} if self._is_ours else set())
+        self._kinds_of_responses = LIMITS | ({"error"} if self._is_ours else set())
         self._workers = [
-            _GradingProcess(grader, params or {}, deadline_s) for _ in range(num_workers or share_of_cores())
+            _GradingProcess(grader, params or {}, deadline_s, threads)
+            for _ in range(num_workers or share_of_cores())
         ]
+        self._has_advised = self._is_ours
         self._wrong_scores: dict[str, float | None] = {}  # see `_test_ground_truths`
 
     @property
     def reads_answers(self) -> bool:
         """Whether the grader can extract answers; for a user's function only valid after `check`."""
         return self._workers[0].reads_answers
+
+    @property
+    def asks(self) -> tuple[str, ...]:
+        """What a user's function needs of every row, see `worker.LoadedGrader`; valid after `check`."""
+        return self._workers[0].asks
 
     def check(self) -> None:
         """Starts one process to check that the grader can be loaded.
@@ -98,9 +121,15 @@ class GradingPool(Scorer):
         self._workers[0].start()
 
     def grade_and_read(self, samples: Sequence[Sample], *, read_answers: bool = True) -> list[GradeAndAnswer]:
-        """Returns grades and answers, in order (None: no answer, or the grader cannot extract answers)."""
-        if self._is_ours:
-            samples = [sample.without_thoughts() for sample in samples]
+        """Returns grades and answers, in order (None: no answer, or the grader cannot extract answers).
+
+        Raises:
+            MissingPackage: a built-in grader needs a package that is not installed.
+        """
+        samples = [
+            sample.without_thoughts() if self._is_ours else replace(sample, conversation=())
+            for sample in samples
+        ]
         graded = self._grade(samples, read_answers and self.reads_answers)
         if not self._is_ours:
             # Nothing is cached, because a server that the function uses may become available later.
@@ -115,6 +144,16 @@ class GradingPool(Scorer):
             graded[place] = replace(failure, score=self._wrong_scores[_key(samples[place])]), None
         return graded
 
+    def same_answers(self, samples: Sequence[Sample], answers: Sequence[str | None]) -> list[str | None]:
+        """The answers, with one text for all that the grader holds equal."""
+        if not (self._is_ours and GRADERS.part(self._name).compares_answers):
+            return list(answers)
+        without_prompts = [replace(sample.without_thoughts(), prompt=sample.prompt) for sample in samples]
+        return same_answers(without_prompts, answers, self._grades)
+
+    def _grades(self, samples: Sequence[Sample]) -> list[Grade]:
+        return [grade for grade, _ in self._grade(samples, read_answers=False)]
+
     def close(self) -> None:
         """Ends the child processes and all processes that they started; a later call starts new ones."""
         with ThreadPoolExecutor(len(self._workers)) as threads:
@@ -125,7 +164,7 @@ class GradingPool(Scorer):
 
         A call grades one sample, or all samples of one prompt.
         """
-        calls = [[place] for place in range(len(samples))]
+        calls = [[index] for index in range(len(samples))]
         if not self._is_ours and len(samples) > 1 and self._workers[0].takes_groups():
             by_prompt = groupby(range(len(samples)), lambda place: _key(samples[place]))
             calls = [list(places) for _, places in by_prompt]
@@ -133,14 +172,27 @@ class GradingPool(Scorer):
         graded: list[GradeAndAnswer] = [(0.0, None)] * len(samples)
 
         def grade_share(first: int) -> None:
-            for places in calls[first::count]:
-                found = self._workers[first].grade([samples[place] for place in places], read_answers)
+            share = calls[first::count]
+            asked = [[samples[place] for place in places] for places in share]
+            for places, found in zip(
+                share, self._workers[first].grade_calls(asked, read_answers), strict=True
+            ):
                 for place, grade in zip(places, found, strict=True):
                     graded[place] = grade
 
+        started = time.monotonic()
         with ThreadPoolExecutor(count) as threads:
             list(threads.map(grade_share, range(count)))
+        self._advise(time.monotonic() - started, count)
         return graded
+
+    def _advise(self, elapsed_s: float, count: int) -> None:
+        """Says once that calls mostly waited one after the other."""
+        waited_s = sum(worker.take_waited() for worker in self._workers) / count
+        if not self._has_advised and waited_s > max(_LONG_WAIT_S, elapsed_s / 2):
+            self._has_advised = True
+            advice = "make it `async`, or set reward.threads if it may run in several threads"
+            _log.warning("%s waited for %.1f s, one call after the other: %s", self._name, waited_s, advice)
 
     def _test_ground_truths(self, samples: Iterable[Sample]) -> None:
         """Fills `_wrong_scores`: the score of a wrong response, for each new ground truth.
@@ -152,9 +204,10 @@ class GradingPool(Scorer):
             self._wrong_scores.clear()
         untested = {key: sample for sample in samples if (key := _key(sample)) not in self._wrong_scores}
         self._wrong_scores |= dict.fromkeys(untested)
+        answer_of = (lambda truth: accepted_answers(truth)[0]) if self._is_ours else str
         right: dict[str, Sample] = {}
         for form in _AS_RESPONSE:
-            asked = [replace(s, response=form.format(s.ground_truth)) for s in untested.values()]
+            asked = [replace(s, response=form.format(answer_of(s.ground_truth))) for s in untested.values()]
             for key, (grade, _) in zip(list(untested), self._grade(asked, read_answers=False), strict=True):
                 if isinstance(grade, float) and grade >= RIGHT:
                     right[key] = untested.pop(key)
@@ -177,11 +230,22 @@ def _key(sample: Sample) -> str:
     return json.dumps(asdict(replace(sample, response="", response_ids=())), default=str)
 
 
+def _check_packages(reply: dict[str, Any]) -> None:
+    """Raises MissingPackage if a built-in grader could not import a package."""
+    if module := reply["missing"]:
+        raise MissingPackage(module)
+
+
+#: Environment variable with the parameters of the grader as JSON: other users can read command lines.
+PARAMS = "RLCTL_GRADER_PARAMS"
+
+
 class _GradingProcess:
     """A process of `rlctl.reward.worker`, started at its first use and again after it has ended."""
 
-    def __init__(self, grader: str, params: dict[str, Any], deadline_s: float) -> None:
-        self._grader = grader
+    def __init__(self, grader: str, params: dict[str, Any], deadline_s: float, threads: int = 1) -> None:
+        self._grader, self._threads = grader, threads
+        self._at_once, self._waited_s = 1, 0.0
         self._params = params
         self._deadline_s = deadline_s
         self._is_ours = is_ours(grader)
@@ -189,6 +253,7 @@ class _GradingProcess:
         self._pid = 0  # of the process that grades
         self._number = 0  # of the current request
         self._takes_groups = False
+        self.asks: tuple[str, ...] = ()  # what the function needs of every row
         #: the grader can extract answers from responses
         self.reads_answers = self._is_ours and GRADERS.part(grader).answer_of is not None
 
@@ -198,23 +263,78 @@ class _GradingProcess:
             self.start()
         return self._takes_groups
 
+    def take_waited(self) -> float:
+        """Seconds for which single calls have waited since the last time."""
+        waited_s, self._waited_s = self._waited_s, 0.0
+        return waited_s
+
+    def grade_calls(
+        self, calls: Sequence[Sequence[Sample]], read_answers: bool
+    ) -> list[list[GradeAndAnswer]]:
+        """Grades the samples of each call: at the same time, if the function waits, and else one by one.
+
+        A call that ended its process, or had to share its time with others, is made again alone.
+        """
+        with contextlib.suppress(UsageError):  # grading reports it
+            self.start()
+        graded = self._together(calls, read_answers) if self._at_once > 1 and len(calls) > 1 else {}
+        return [
+            graded[place] if place in graded else self.grade(samples, read_answers)
+            for place, samples in enumerate(calls)
+        ]
+
+    def _together(
+        self, calls: Sequence[Sequence[Sample]], read_answers: bool
+    ) -> dict[int, list[GradeAndAnswer]]:
+        """The grades of the calls that are known after they were made at the same time."""
+        replies: dict[int, dict[str, Any]] = {}
+
+        def take(reply: dict[str, Any]) -> bool:
+            replies[reply["call"]] = reply
+            return len(replies) == len(calls)
+
+        asked = {
+            "calls": [[asdict(sample) for sample in samples] for samples in calls],
+            "deadline_s": self._deadline_s,
+            "threads": self._at_once,
+        }
+        most = MAX_REPLY_BYTES * sum(map(len, calls))
+        # The process itself ends a call of an `async` function at the limit.
+        self._ask(asked, self._deadline_s + _RESPONSE_S, most, take)
+        graded = {}
+        for place, reply in replies.items():
+            if not {found.get("kind") for found in reply["grades"]} & {"memory", "busy"}:
+                graded[place] = self._read(calls[place], reply, read_answers)
+        return graded
+
     def grade(self, samples: Sequence[Sample], read_answers: bool) -> list[GradeAndAnswer]:
         """Grades the samples of one call, and extracts answers if `read_answers`.
 
-        If a call with several samples fails, each sample is graded separately. After a crash or lack of
-        memory in a process that was used before, a new process grades again: the cause may be state that
-        earlier gradings left, or a user who killed the process.
+        After a crash or lack of memory in a process that was used before, a new process grades again: the
+        cause may be state that earlier gradings left, or a user who killed the process.
         """
         is_used = self._process is not None
         graded = self._try(samples, read_answers)
-        if len(samples) > 1 and any(isinstance(grade, Failure) for grade, _ in graded):
-            return [self.grade([sample], read_answers)[0] for sample in samples]
         if is_used and _is_of(graded, {"memory", "crash"}):
             self.close()
             graded = self._try(samples, read_answers)
         if _is_of(graded, {"memory"}):
             self.close()
+        if len(samples) > 1 and _is_of(graded, LIMITS):
+            return [self._cause(sample, grade) for sample, (grade, _) in zip(samples, graded, strict=True)]
         return graded
+
+    def _cause(self, sample: Sample, of_group: Grade) -> GradeAndAnswer:
+        """The failure of one sample of a group whose call reached a limit or crashed.
+
+        A sample that does so alone is the cause. The others have no grade: a function of a group may compare
+        its responses, so a grade of one alone would be another one.
+        """
+        [(grade, _)] = self.grade([sample], read_answers=False)
+        if isinstance(grade, Failure) and grade.kind in LIMITS:
+            return grade, None
+        reason = of_group.text if isinstance(of_group, Failure) else ""
+        return Failure(f"the call with all responses to this prompt failed: {reason}"), None
 
     def start(self) -> None:
         """Starts the process and loads the grader, unless it is running.
@@ -224,29 +344,29 @@ class _GradingProcess:
         """
         if self._process is not None:
             return
-        root = str(Path(rlctl.__file__).parents[1])  # so that the child imports the same rlctl
-        path = [root, *filter(None, os.environ.get("PYTHONPATH", "").split(os.pathsep))]
-        # -P: files in the working directory do not shadow modules of the standard library.
+        leftovers.keep_temporary_files()  # of programs that it runs
         self._process = subprocess.Popen(
-            [sys.executable, "-P", "-m", "rlctl.reward.worker", self._grader, json.dumps(self._params)],
+            [sys.executable, "-P", "-m", "rlctl.reward.worker", self._grader],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=subprocess.DEVNULL,
-            env={**os.environ, "PYTHONPATH": os.pathsep.join(path)},
+            env=environment_without_keys() | {PARAMS: json.dumps(self._params)},
             start_new_session=True,
             bufsize=0,
         )
         self._number, self._pid = -1, 0
         reply = self._ask(None, START_DEADLINE_S)
         if isinstance(reply, Failure):
-            what = "takes too long" if reply.kind == "time-out" else f"failed: {reply.text}"
+            message = "takes too long" if reply.kind == "time-out" else f"failed: {reply.text}"
             fix = "import it in Python to see the full error"
-            raise UsageError(f"importing it {what}", where=self._grader, fix=fix)
+            raise UsageError(f"importing it {message}", where=self._grader, fix=fix)
         if "what" in reply:
             self.close()
             raise UsageError(reply["what"], where=reply["where"], fix=reply["fix"])
         self._pid = reply["pid"]
         self._takes_groups, self.reads_answers = reply["takes_groups"], reply["reads_answers"]
+        self.asks = tuple(reply["asks"])
+        self._at_once = max(reply["at_once"], 1 if self._is_ours else self._threads)
 
     def close(self) -> None:
         """Ends the process and all processes that it started."""
@@ -272,6 +392,14 @@ class _GradingProcess:
         reply = self._ask(asked, self._deadline_s * len(samples), MAX_REPLY_BYTES * len(samples))
         if isinstance(reply, Failure):
             return [(reply, None)] * len(samples)
+        _check_packages(reply)
+        self._waited_s += reply["waited_s"]
+        return self._read(samples, reply, read_answers)
+
+    def _read(
+        self, samples: Sequence[Sample], reply: dict[str, Any], read_answers: bool
+    ) -> list[GradeAndAnswer]:
+        """The grades of a reply, with answers if `read_answers`."""
         graded: list[GradeAndAnswer] = []
         for sample, found in zip(samples, reply["grades"], strict=True):
             if "error" in found:
@@ -280,17 +408,24 @@ class _GradingProcess:
             answer = None
             if read_answers and self._process is not None:
                 read = self._ask({"answer_of": sample.response}, self._deadline_s)
-                answer = None if isinstance(read, Failure) else read["answer"]  # the score stays valid
+                if not isinstance(read, Failure):  # else the score stays valid
+                    _check_packages(read)
+                    answer = read["answer"]
             graded.append((float(found["score"]), answer))
         return graded
 
     def _ask(
-        self, request: dict[str, Any] | None, deadline_s: float, max_bytes: int = MAX_REPLY_BYTES
+        self,
+        request: dict[str, Any] | None,
+        deadline_s: float,
+        max_bytes: int = MAX_REPLY_BYTES,
+        take: Callable[[dict[str, Any]], bool] = lambda reply: True,
     ) -> dict[str, Any] | Failure:
         """Sends a request and returns its reply; on failure ends the process and returns a `Failure`.
 
         Without a request, waits for the first message. The deadline is processor time for a built-in grader
-        that is loaded, else wall-clock time.
+        that is loaded, else wall-clock time. `take` gets each reply, and says whether it is the last one; the
+        deadline counts from the one before.
         """
         process = self._process
         if process is None or process.stdin is None or process.stdout is None:
@@ -303,11 +438,11 @@ class _GradingProcess:
         os.set_blocking(inward, False)  # the process may never read
         started, cpu_started = time.monotonic(), cpu_seconds(self._pid)
         received, num_bytes = b"", 0
-        found: dict[str, Any] | Failure | None = None
-        while found is None:
+        outcome: dict[str, Any] | Failure | None = None
+        while outcome is None:
             left = self._time_left(deadline_s, started, cpu_started)
             if isinstance(left, Failure):
-                found = left
+                outcome = left
                 break
             poll = select.poll()
             poll.register(outward, select.POLLIN)
@@ -315,26 +450,25 @@ class _GradingProcess:
                 poll.register(inward, select.POLLOUT)
             ready = dict(poll.poll(1000.0 * left + 1.0))
             if inward in ready:
-                try:
-                    waiting = waiting[os.write(inward, waiting) :]
-                except BlockingIOError:
-                    pass
-                except BrokenPipeError:  # the reply pipe is closed, too
-                    waiting = b""
+                waiting = _unsent(inward, waiting)
             if outward not in ready:
                 continue
             part = os.read(outward, 1 << 16)
             num_bytes += len(part)
             *lines, received = (received + part).split(b"\n")
-            found = next((reply for line in lines if (reply := self._reply(line))), None)
-            if found is None and not part:
-                found = Failure("the grading process has ended", "crash")
-            elif found is None and num_bytes > max_bytes:
+            for reply in map(self._reply, lines):
+                started = time.monotonic() if reply else started
+                if isinstance(reply, Failure) or (reply and take(reply)):
+                    outcome = reply
+                    break
+            if outcome is None and not part:
+                outcome = Failure("the grading process has ended", "crash")
+            elif outcome is None and num_bytes > max_bytes:
                 text = f"the grading process replied with more than {max_bytes >> 20} MiB"
-                found = Failure(text, "crash")
-        if isinstance(found, Failure):
+                outcome = Failure(text, "crash")
+        if isinstance(outcome, Failure):
             self.close()
-        return found
+        return outcome
 
     def _time_left(self, deadline_s: float, started: float, cpu_started: float) -> float | Failure:
         """Seconds until the deadline must be checked again; a `Failure` if it has passed."""
@@ -364,5 +498,15 @@ class _GradingProcess:
         return Failure(f"the grading process ended with code {code}{how}", "crash")
 
 
-def _is_of(graded: Sequence[GradeAndAnswer], kinds: set[str]) -> bool:
+def _unsent(pipe: int, message: bytes) -> bytes:
+    """What is left of a message after a write to a pipe; nothing, if nobody reads it any more."""
+    try:
+        return message[os.write(pipe, message) :]
+    except BlockingIOError:
+        return message
+    except BrokenPipeError:  # the reply pipe is closed, too
+        return b""
+
+
+def _is_of(graded: Sequence[GradeAndAnswer], kinds: Collection[str]) -> bool:
     return any(isinstance(grade, Failure) and grade.kind in kinds for grade, _ in graded)

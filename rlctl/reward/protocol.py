@@ -5,22 +5,23 @@ Imports no torch at run time, because grading processes import this module.
 
 from __future__ import annotations
 
+import json
+import math
 import re
 from collections import Counter
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
-from functools import cached_property
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import lru_cache, wraps
 from typing import TYPE_CHECKING, Any, Literal
 
 from rlctl.errors import visible
 from rlctl.lazy import torch
-from rlctl.metric_names import OVERLONG
 from rlctl.reward.thoughts import without_thoughts
 
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from rlctl.batch import Episode, Group
+    from rlctl.episodes import Episodes
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,11 +35,12 @@ class Sample:
     extra_info: Mapping[str, Any] = field(default_factory=dict)  # of the row, JSON-serialisable
     messages: Sequence[Mapping[str, str]] = ()  # the prompt as {role, content}, if known
     response_ids: Sequence[int] = ()  # tokens of the response, if known
+    conversation: Sequence[Mapping[str, Any]] = ()  # all messages of an episode of several turns
 
     def without_thoughts(self) -> Sample:
         """What built-in graders read: the response after its thoughts, which the prompt may open."""
         text = without_thoughts(self.response, self.prompt)
-        return replace(self, response=text, prompt="", response_ids=())
+        return Sample(text, self.ground_truth, "", self.data_source, self.extra_info, self.messages)
 
 
 #: Reason why a grading gave no score; see `Failure.kind`.
@@ -85,8 +87,43 @@ class Scorer:
         """Returns grades and answers: text that is equal for equal answers; None without an answer."""
         return [(grade, None) for grade in self.grade(samples)]
 
+    def same_answers(self, samples: Sequence[Sample], answers: Sequence[str | None]) -> list[str | None]:
+        """The answers of `grade_and_read`, with one text for all that the grader holds equal."""
+        return list(answers)
+
+    def take_remarks(self) -> list[str]:
+        """What was said of each sample of the last grading, for the dump; empty: nothing."""
+        return []
+
     def close(self) -> None:
         """Ends the processes and threads that it started. A later call starts them again."""
+
+
+@lru_cache(maxsize=4096)  # the responses to a prompt share one ground truth
+def accepted_answers(ground_truth: str) -> tuple[str, ...]:
+    """The answers that a ground truth accepts: the items of a JSON list of texts, else the ground truth."""
+    if not ground_truth.lstrip().startswith("["):
+        return (ground_truth,)
+    try:
+        answers = json.loads(ground_truth)
+    except (ValueError, RecursionError):
+        return (ground_truth,)
+    is_list = isinstance(answers, list) and answers and all(isinstance(answer, str) for answer in answers)
+    return tuple(answers) if is_list else (ground_truth,)
+
+
+Compare = Callable[[str, str], float]
+
+
+def any_accepted(compare: Compare) -> Compare:
+    """Decorator of a grader of one answer: the score is the highest over `accepted_answers`."""
+
+    @wraps(compare)
+    def grade(response: str, ground_truth: str) -> float:
+        first, *others = [compare(response, answer) for answer in accepted_answers(ground_truth)]
+        return max(first, *others) if others else first
+
+    return grade
 
 
 #: A response that must score 1 and one that must score 0; either is None if the ground truth gives none.
@@ -105,6 +142,23 @@ def same_and_changed(response: str) -> KnownResponses:
         return response, None
     other = str(int(number[0]) + 1).zfill(len(number[0]))
     return response, response[: number.start()] + other + response[number.end() :]
+
+
+#: Digits of the largest part of a score, and decimals, to which scores are told apart.
+_DIGITS, _DECIMALS = 12, 14
+
+
+def exact_sum(parts: Iterable[float]) -> float:
+    """Sum that is equal for equal scores, whatever their parts: 0.1 + 0.2 is 0.3, and 70.7 − 30.3 is 40.4.
+
+    It is rounded to 12 digits of the largest part, and to 14 decimals; infinite parts are added as they are.
+    """
+    values = [float(part) for part in parts]
+    largest = max((abs(value) for value in values), default=0.0)
+    if not largest or not math.isfinite(sum(values)):
+        return sum(values, 0.0)
+    decimals = min(_DECIMALS, _DIGITS - 1 - math.floor(math.log10(largest)))
+    return round(math.fsum(values), decimals) + 0.0  # without the sign of −0.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -126,6 +180,8 @@ class RewardResult:
     #: (E,) answers of the responses, as text that is equal for equal answers (for majority votes). Empty
     #: unless requested; None without an answer, or if no term can extract answers.
     answers: list[str | None] = field(default_factory=list)
+    #: (E,) for each episode, term → what its grader said, such as a judge's reasons. Empty: nothing
+    remarks: list[dict[str, str]] = field(default_factory=list)
     #: (E,) float32 `scores` without the overlong penalty, not rounded twice; None: there is no penalty
     before_penalty: Tensor | None = None
 
@@ -134,7 +190,9 @@ class RewardResult:
         chosen = torch.as_tensor(episodes, dtype=torch.int64)
         parts = {term: scores[chosen] for term, scores in self.parts.items()}
         before = None if self.before_penalty is None else self.before_penalty[chosen]
-        return RewardResult(self.scores[chosen], self.valid[chosen], parts, before_penalty=before)
+        remarks = [self.remarks[place] for place in chosen.tolist()] if self.remarks else []
+        kept = (self.scores[chosen], self.valid[chosen], parts)
+        return RewardResult(*kept, remarks=remarks, before_penalty=before)
 
     @classmethod
     def joined(cls, results: Sequence[RewardResult]) -> RewardResult:
@@ -147,6 +205,7 @@ class RewardResult:
             [error for result in results for error in result.errors],
             sum((Counter(result.errors_by_term) for result in results), Counter()),
             sum((Counter(result.timeouts) for result in results), Counter()),
+            remarks=_joined_remarks(results),
             before_penalty=torch.cat(before) if before else None,
         )
 
@@ -156,35 +215,32 @@ class RewardResult:
 
         Evaluation and validation report them, and groups are compared by them.
         """
-        if self.before_penalty is not None:
-            return self.before_penalty
-        penalty = self.parts.get(OVERLONG)
-        return self.scores if penalty is None else self.scores - penalty * self.valid
+        return self.scores if self.before_penalty is None else self.before_penalty
+
+
+def _joined_remarks(results: Sequence[RewardResult]) -> list[dict[str, str]]:
+    if not any(result.remarks for result in results):
+        return []
+    return [one for result in results for one in result.remarks or [{}] * len(result.scores)]
 
 
 @dataclass(frozen=True)
 class Graded:
-    """The groups of one step that this rank sampled, in order of `group_id`, and their grades.
+    """The episodes of one step that this rank sampled, in order of group and member, and their grades.
 
     Attributes:
-        rewards: one score per episode, in order of group and member.
+        rewards: one score per episode.
         baseline: for ReMax, for every episode the grade of the greedy episode of its task; else None.
         sampling_cost: metrics of dynamic sampling, or of sampling ahead.
     """
 
-    groups: list[Group]
+    episodes: Episodes
     rewards: RewardResult
     baseline: RewardResult | None
     sampling_cost: dict[str, float]
 
-    @cached_property
-    def episodes(self) -> list[Episode]:
-        """All episodes, in order of group and member."""
-        return [episode for group in self.groups for episode in group]
-
     @property
     def valid(self) -> Tensor:
         """(E,) bool: the episode is trained on: it is graded, and its baseline; the engine did not end it."""
-        aborted = torch.tensor([episode.aborted for episode in self.episodes], dtype=torch.bool)
-        valid = self.rewards.valid & ~aborted
+        valid = self.rewards.valid & ~self.episodes.aborted
         return valid if self.baseline is None else valid & self.baseline.valid

@@ -18,8 +18,16 @@ import numpy as np
 
 from rlctl.registry import GRADERS
 from rlctl.reward.build import grader_for
-from rlctl.reward.pool import GradingPool, is_ours
-from rlctl.reward.protocol import Failure, Grade, KnownResponses, Sample, Scorer, same_and_changed
+from rlctl.reward.pool import GradingPool, is_ours, is_scorer
+from rlctl.reward.protocol import (
+    Failure,
+    Grade,
+    KnownResponses,
+    Sample,
+    Scorer,
+    accepted_answers,
+    same_and_changed,
+)
 from rlctl.user_code import is_file_function
 
 Kind = Literal["ground truth", "number changed", "empty answer"]
@@ -43,6 +51,8 @@ _known: dict[tuple[str, str], str] = {}
 def known_responses(grader: str, ground_truth: str) -> KnownResponses | None:
     """The responses of the grader's own function, or `same_and_changed(ground_truth)` if it has none.
 
+    Of a list of accepted answers those of the first; the second is None if the list accepts it.
+
     A function of a user's file has none.
 
     None: scores of this grader are not comparable with 0 and 1, not even that of an empty response.
@@ -53,7 +63,16 @@ def known_responses(grader: str, ground_truth: str) -> KnownResponses | None:
     if is_file_function(grader):  # only its child processes import it
         return same_and_changed(ground_truth)
     derive = GRADERS.part(grader).known_responses or same_and_changed
-    return derive(ground_truth)
+    known = derive(alternatives(grader, ground_truth)[0])
+    if known is None or known[1] in alternatives(grader, ground_truth):
+        return known and (known[0], None)
+    return known
+
+
+def alternatives(grader: str, ground_truth: str) -> tuple[str, ...]:
+    """The answers that a ground truth accepts; only built-in graders of answers read lists."""
+    takes_lists = is_ours(grader) and not is_scorer(grader)
+    return accepted_answers(ground_truth) if takes_lists else (ground_truth,)
 
 
 def check_ground_truths(pairs: Sequence[tuple[str, str]]) -> list[str]:
@@ -61,7 +80,8 @@ def check_ground_truths(pairs: Sequence[tuple[str, str]]) -> list[str]:
 
     Three responses are graded: the two of `known_responses` (1 and 0 expected), and an empty one (0). The
     grader runs in child processes with a deadline. The processes and the results are kept for later calls in
-    this process. A ground truth without known responses, such as tests for programs, is only parsed.
+    this process. A ground truth without known responses, such as tests for programs, is only parsed. Each of
+    several accepted answers is checked by itself.
 
     `pairs` are (data source, ground truth), in any order; duplicates are allowed.
     """
@@ -79,19 +99,22 @@ def check_ground_truths(pairs: Sequence[tuple[str, str]]) -> list[str]:
 
 def _problems(grader: str, truths: Sequence[str]) -> dict[str, str]:
     problems = dict.fromkeys(truths, "")
-    asked: list[tuple[Sample, float]] = []
+    asked: list[tuple[str, Sample, float]] = []  # with the ground truth that the sample's answer is from
     for truth in truths:
-        try:
-            known = known_responses(grader, truth)
-        except ValueError as error:
-            problems[truth] = str(error)
-            continue
-        if known and known != (None, None):
-            expected = zip((*known, ""), (1.0, 0.0, 0.0), strict=True)
-            asked += [(Sample(text, truth), score) for text, score in expected if text is not None]
-    grades = _pool(grader, os.getpid()).grade([sample for sample, _ in asked]) if asked else []
-    for (sample, score), grade in zip(asked, grades, strict=True):
-        problems[sample.ground_truth] = problems[sample.ground_truth] or _problem(sample, score, grade)
+        for answer in alternatives(grader, truth):
+            try:
+                known = known_responses(grader, answer)
+            except ValueError as error:
+                problems[truth] = str(error)
+                continue
+            if known and known != (None, None):
+                expected = zip((*known, ""), (1.0, 0.0, 0.0), strict=True)
+                asked += [
+                    (truth, Sample(text, answer), score) for text, score in expected if text is not None
+                ]
+    grades = _pool(grader, os.getpid()).grade([sample for _, sample, _ in asked]) if asked else []
+    for (truth, sample, score), grade in zip(asked, grades, strict=True):
+        problems[truth] = problems[truth] or _problem(sample, score, grade)
     return problems
 
 
@@ -166,8 +189,8 @@ class Trial:
             "num_errors": self.num_errors,
             "seconds_per_call": self.durations or None,
             "counts": [asdict(counts) for counts in self.all_counts],
-            "disagreements": [asdict(one) for one in self.disagreements],
-            "examples": [asdict(one) for one in self.examples],
+            "disagreements": [asdict(disagreement) for disagreement in self.disagreements],
+            "examples": [asdict(example) for example in self.examples],
             "errors": self.errors,
         }
 
@@ -249,7 +272,7 @@ def _compare(
     end, truth = sample.response[-END_CHARS:], sample.ground_truth[:END_CHARS]
     about = (counts.term, counts.kind, counts.data_source, where)
     graded = GradedCase(*about, end, truth, expected, got)
-    if all((one.term, one.kind) != about[:2] for one in trial.examples):
+    if all((example.term, example.kind) != about[:2] for example in trial.examples):
         trial.examples.append(graded)
     counts.num_compared += 1
     if math.isclose(got, expected, rel_tol=TOLERANCE, abs_tol=TOLERANCE):

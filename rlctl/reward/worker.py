@@ -1,6 +1,6 @@
 """Grading process: reads numbered requests and writes numbered replies, one JSON object per line.
 
-Run as `python -P -m rlctl.reward.worker GRADER PARAMETERS`; `rlctl.reward.pool` starts it and enforces the
+Run as `python -P -m rlctl.reward.worker GRADER`; `rlctl.reward.pool` starts it and enforces the
 deadlines. There are two processes. The first one is a supervisor: when the pool or the second process ends,
 it ends the second process and all processes that it started. The second one grades.
 """
@@ -8,31 +8,33 @@ it ends the second process and all processes that it started. The second one gra
 from __future__ import annotations
 
 import contextlib
-import ctypes
 import inspect
 import json
 import math
 import os
 import resource
-import select
 import sys
+import time
 import traceback
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from numbers import Real
 from types import CodeType
 from typing import Any
 
 from rlctl.errors import UsageError
+from rlctl.extras import missing_package
 from rlctl.registry import GRADERS
-from rlctl.reward.pool import is_ours
+from rlctl.reward.pool import PARAMS, is_ours
 from rlctl.reward.protocol import Sample
+from rlctl.reward.together import MOST_AT_ONCE, EventLoop, Outcome, TookTooLong, in_threads, is_async
+from rlctl.supervision import supervise
 from rlctl.user_code import is_file_function
 
 MEMORY_LIMIT_BYTES = 4 << 30
 #: Maximum characters of an error that are sent: the last ones.
 MAX_ERROR_CHARS = 4000
-_PR_SET_CHILD_SUBREAPER = 36
 #: Parameters of a function of one response: fields of `Sample`, and verl's name of the response.
 _KNOWN = ("response", "solution_str", "ground_truth", "prompt", "data_source", "extra_info", "messages")
 #: And one that a function must name: `**kwargs` does not get it.
@@ -42,8 +44,10 @@ _OF_TRAINER = {"trainer_state": None, "log_extra": lambda *_: None, "log_metric"
 #: Parameters that get the ground truth if the data has no column of that name.
 _GROUND_TRUTHS = ("solution", "answer")
 
-#: Samples → one value per sample.
-Call = Callable[[Sequence[Sample]], Sequence[object]]
+#: Samples of one call → what the function returns, which may have to be awaited.
+Begin = Callable[[Sequence[Sample]], Any]
+#: That result, awaited, and the number of samples → one value per sample.
+Values = Callable[[Any, int], Sequence[object]]
 
 
 def main(grader: str, params: dict[str, Any]) -> None:
@@ -53,41 +57,10 @@ def main(grader: str, params: dict[str, Any]) -> None:
     requests, replies = os.dup(0), os.dup(1)
     os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
     os.dup2(2, 1)
-    # Descendants whose parent has ended become children of this process, also those in another session.
-    ctypes.CDLL(None).prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
-    child = os.fork()
-    if child == 0:
-        _serve(grader, params, requests, replies)
-        return
-    code = _wait(child, requests)
-    _end_children()
+    code = supervise(partial(_serve, grader, params, requests, replies), requests)
     if code is not None:
         os.write(replies, json.dumps({"ended": code}).encode() + b"\n")
     os._exit(0)
-
-
-def _wait(child: int, requests: int) -> int | None:
-    """Waits for the child's exit code, negative for a signal; returns None if the pool has ended."""
-    poll = select.poll()
-    poll.register(requests, 0)  # reports only that no process can write to it any more
-    while not poll.poll(50):
-        while (found := os.waitpid(-1, os.WNOHANG))[0]:  # also orphans of the grader
-            if found[0] == child:
-                return os.waitstatus_to_exitcode(found[1])
-    return None
-
-
-def _end_children() -> None:
-    """Ends every process that the grader started; children of ended ones become children of this process."""
-    with contextlib.suppress(ChildProcessError):  # none is left
-        while True:
-            if os.waitpid(-1, os.WNOHANG)[0] == 0:
-                import psutil
-
-                for child in psutil.Process().children(recursive=True):
-                    with contextlib.suppress(psutil.Error):
-                        child.kill()
-                os.wait()
 
 
 def _serve(grader: str, params: dict[str, Any], requests: int, replies: int) -> None:
@@ -114,30 +87,79 @@ def _serve(grader: str, params: dict[str, Any], requests: int, replies: int) -> 
         return
     if is_ours(grader):  # runs lazy imports now; an error occurs again, and is reported, when grading
         with contextlib.suppress(Exception):
-            loaded.grade([Sample("\\boxed{x + 1}", "\\frac{x}{2}")])
-    reply(0, pid=me, takes_groups=loaded.takes_groups, reads_answers=loaded.answer_of is not None)
+            loaded.begin([Sample("\\boxed{x + 1}", "\\frac{x}{2}")])
+    about = {"takes_groups": loaded.takes_groups, "reads_answers": loaded.answer_of is not None}
+    at_once = MOST_AT_ONCE if loaded.is_async else 1
+    reply(0, pid=me, asks=loaded.asks, at_once=at_once, **about)
+    loop = EventLoop()
     with os.fdopen(requests, "rb") as lines:
         for line in lines:
             asked = json.loads(line)
             if "answer_of" in asked:
-                answer = None
-                with contextlib.suppress(Exception):  # the score is valid without an answer
+                answer, missing = None, None
+                try:
                     answer = loaded.answer_of(asked["answer_of"]) if loaded.answer_of else None
-                reply(asked["number"], answer=answer)
-                continue
-            try:
+                except Exception as error:  # the score is valid without an answer
+                    missing = _module_of_an_extra(error)
+                reply(asked["number"], answer=answer, missing=missing)
+            elif "calls" in asked:
+                _grade_together(loaded, loop, asked, partial(reply, asked["number"]))
+            else:
+                missing = None
                 samples = [Sample(**one) for one in asked["samples"]]
-                # None from a TRL function means that it does not grade the sample; from others it is an
-                # error.
-                skipped = {"error": "the grader returned None", "kind": "inapplicable"}
-                values = loaded.grade(samples)
-                grades = [skipped if loaded.takes_groups and v is None else checked(v) for v in values]
-            except MemoryError:
-                text = f"the grading needs more than {MEMORY_LIMIT_BYTES >> 30} GiB"
-                grades = [{"error": text, "kind": "memory"}] * len(asked["samples"])
-            except Exception as error:
-                grades = [{"error": text_of(error)}] * len(asked["samples"])
-            reply(asked["number"], grades=grades)
+                started, computed = time.monotonic(), time.process_time()
+                try:
+                    found: Any = loop.result(loaded.begin(samples))
+                except Exception as error:
+                    found = error
+                    missing = _module_of_an_extra(error) if is_ours(grader) else None
+                elapsed_s = time.monotonic() - started
+                waited_s = max(0.0, elapsed_s - (time.process_time() - computed))
+                grades = _grades_of(loaded, found, len(samples))
+                reply(asked["number"], grades=grades, missing=missing, waited_s=waited_s)
+
+
+def _grade_together(
+    loaded: LoadedGrader, loop: EventLoop, asked: Mapping[str, Any], reply: Callable[..., None]
+) -> None:
+    """Makes several calls at the same time, and replies to each when it is done."""
+    calls = [[Sample(**one) for one in samples] for samples in asked["calls"]]
+
+    def tell(outcome: Outcome) -> None:
+        call, found = outcome
+        grades = _grades_of(loaded, found, len(calls[call]))
+        reply(call=call, grades=grades)
+
+    begins: list[Callable[[], Any]] = [partial(loaded.begin, samples) for samples in calls]
+    if loaded.is_async:
+        loop.together(begins, asked["deadline_s"], tell)
+    else:
+        in_threads(begins, asked["threads"], tell)
+
+
+def _grades_of(loaded: LoadedGrader, found: Any, count: int) -> list[dict[str, object]]:
+    """What is replied for the samples of one call, of what the function returned or raised."""
+    if isinstance(found, TookTooLong):
+        kind = "busy" if found.is_busy else "time-out"
+        return [{"error": "the grading took longer than its time limit", "kind": kind}] * count
+    try:
+        if isinstance(found, Exception):
+            raise found
+        # None from a TRL function means that it does not grade the sample; from others it is an error.
+        skipped: dict[str, object] = {"error": "the grader returned None", "kind": "inapplicable"}
+        values = loaded.values(found, count)
+        return [skipped if loaded.takes_groups and v is None else checked(v) for v in values]
+    except MemoryError:
+        text = f"the grading needs more than {MEMORY_LIMIT_BYTES >> 30} GiB"
+        return [{"error": text, "kind": "memory"}] * count
+    except Exception as error:
+        return [{"error": text_of(error)}] * count
+
+
+def _module_of_an_extra(error: Exception) -> str | None:
+    """The module of rlctl's extras whose import failed; None: another error."""
+    missing = missing_package(error)
+    return missing.module if missing else None
 
 
 def text_of(error: BaseException) -> str:
@@ -160,8 +182,8 @@ def checked(value: object) -> dict[str, object]:
     if getattr(value, "ndim", None) == 0:  # a scalar of NumPy or PyTorch
         value = value.item()  # type: ignore[attr-defined]
     if not isinstance(value, Real):
-        what = f"{repr(value)[:200]} of type {type(value).__name__}"
-        return {"error": f"the grader returned {what}, not a number"}
+        message = f"{repr(value)[:200]} of type {type(value).__name__}"
+        return {"error": f"the grader returned {message}, not a number"}
     score = float(value)
     return {"score": score} if math.isfinite(score) else {"error": f"the grader returned {score}"}
 
@@ -170,9 +192,13 @@ def checked(value: object) -> dict[str, object]:
 class LoadedGrader:
     """A grader as the grading process calls it."""
 
-    grade: Call
-    takes_groups: bool  # `grade` must be called with all responses to one prompt
+    begin: Begin
+    values: Values
+    takes_groups: bool  # `begin` must be called with all responses to one prompt
+    is_async: bool  # the function itself is `async`
     answer_of: Callable[[str], str | None] | None  # see `rlctl.registry.Part`
+    #: parameters without a default that the row must provide: `ground_truth`, and columns by name
+    asks: tuple[str, ...] = ()
 
 
 def load_grader(name: str, params: dict[str, Any]) -> LoadedGrader:
@@ -182,24 +208,35 @@ def load_grader(name: str, params: dict[str, Any]) -> LoadedGrader:
         UsageError: the grader does not exist or cannot be imported (with file and line), `params` are not
             valid for it, or rlctl has no value for a parameter without default.
     """
-    part = GRADERS.part(name)
-    function = part.function
+    registered = GRADERS.part(name)
+    function = registered.function
     fixed: dict[str, object] = {}
-    if params or part.params:
-        from rlctl.spec.base import param_problems, params_of  # imports Pydantic
+    if params or registered.params:
+        from rlctl.run_spec.base import param_problems, params_of  # imports Pydantic
 
         for problem in param_problems(GRADERS, name, "reward.params", params):
             raise UsageError(problem.what, where=problem.key, fix=problem.fix)
-        fixed = {"params": params_of(part, params)}
+        fixed = {"params": params_of(registered, params)}
     try:
         parameters = inspect.signature(function).parameters
     except (TypeError, ValueError):
         fix = "wrap it in a function of yours"
         raise UsageError("its parameters cannot be read", where=name, fix=fix) from None
     if "completions" in parameters:
-        return LoadedGrader(_of_lists(function, list(parameters.values()), fixed), True, part.answer_of)
+        listed = _of_lists(function, list(parameters.values()), fixed)
+        given = (True, is_async(function), registered.answer_of, _asked(parameters, fixed))
+        return LoadedGrader(listed, _one_per_completion, *given)
     call = _bound(function, list(parameters.values()), name, fixed)
-    return LoadedGrader(lambda samples: [call(sample) for sample in samples], False, part.answer_of)
+    given = (False, is_async(function), registered.answer_of, _asked(parameters, fixed))
+    return LoadedGrader(lambda samples: call(samples[0]), lambda value, _: [value], *given)
+
+
+def _asked(parameters: Mapping[str, inspect.Parameter], fixed: Mapping[str, object]) -> tuple[str, ...]:
+    """Parameters that need a value of the row, beside its prompt, its data source and the response."""
+    variable = (inspect.Parameter.VAR_KEYWORD, inspect.Parameter.VAR_POSITIONAL)
+    required = {p.name for p in parameters.values() if p.default is p.empty and p.kind not in variable}
+    provided = {*_KNOWN, _NAMED_ONLY, *_OF_TRAINER, *fixed, "prompts", "completions", "completion_ids"}
+    return tuple(sorted(required - (provided - {"ground_truth"})))
 
 
 def _bound(
@@ -226,22 +263,28 @@ def _bound(
         names = (*_KNOWN, _NAMED_ONLY)
         given = {known: getattr(sample, known.replace("solution_str", "response")) for known in names}
         values = [given[known] for known in positional]
-        return _result(function(*values, **{known: given[known] for known in named}, **fixed))
+        return function(*values, **{known: given[known] for known in named}, **fixed)
 
     return call
 
 
 def _of_lists(
     function: Callable[..., Any], parameters: list[inspect.Parameter], fixed: dict[str, object]
-) -> Call:
+) -> Begin:
     """Wraps `function` to be called as in TRL: lists of prompts, completions and columns, by keyword."""
-    takes_all = any(one.kind is one.VAR_KEYWORD for one in parameters)
-    names = [one.name for one in parameters if one.kind is not one.VAR_KEYWORD]
-    needed = {one.name for one in parameters if one.name in names and one.default is one.empty}
-    annotation = str(next(one.annotation for one in parameters if one.name == "completions"))
+    takes_all = any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters)
+    names = [parameter.name for parameter in parameters if parameter.kind is not parameter.VAR_KEYWORD]
+    needed = {
+        parameter.name
+        for parameter in parameters
+        if parameter.name in names and parameter.default is parameter.empty
+    }
+    annotation = str(
+        next(parameter.annotation for parameter in parameters if parameter.name == "completions")
+    )
     as_messages = "dict" in annotation.lower() or ("str" not in annotation and _reads_messages(function))
 
-    def call(samples: Sequence[Sample]) -> Sequence[object]:
+    def call(samples: Sequence[Sample]) -> object:
         prompts: list[Any] = [sample.prompt for sample in samples]
         completions: list[Any] = [sample.response for sample in samples]
         if as_messages:
@@ -249,23 +292,28 @@ def _of_lists(
             prompts = [[dict(message) for message in messages] for messages in asked]
             completions = [[{"role": "assistant", "content": text}] for text in completions]
         truths = [sample.ground_truth for sample in samples]
-        given: dict[str, object] = {name: truths for name in _GROUND_TRUTHS if name in names}
+        arguments: dict[str, object] = {name: truths for name in _GROUND_TRUTHS if name in names}
         columns = dict.fromkeys(name for sample in samples for name in sample.extra_info)
-        given |= {name: [sample.extra_info.get(name) for sample in samples] for name in columns}
-        given |= {"data_source": [sample.data_source for sample in samples], "ground_truth": truths}
-        given |= {"prompts": prompts, "completions": completions, **_OF_TRAINER, **fixed}
+        arguments |= {name: [sample.extra_info.get(name) for sample in samples] for name in columns}
+        arguments |= {"data_source": [sample.data_source for sample in samples], "ground_truth": truths}
+        arguments |= {"prompts": prompts, "completions": completions, **_OF_TRAINER, **fixed}
         if all(sample.response_ids for sample in samples):
-            given["completion_ids"] = [list(sample.response_ids) for sample in samples]
-        if missing := sorted(needed - given.keys()):
+            arguments["completion_ids"] = [list(sample.response_ids) for sample in samples]
+        if missing := sorted(needed - arguments.keys()):
             what = f"the reward function needs {', '.join(missing)}, the data has {', '.join(columns)}"
             raise ValueError(f"{what}; give a parameter a default to make it optional")
-        values = _result(function(**{k: v for k, v in given.items() if takes_all or k in names}))
-        found = list(values) if hasattr(values, "__iter__") and not isinstance(values, str) else []
-        if len(found) != len(samples):
-            raise ValueError(f"it must return one number per completion, not {repr(values)[:200]}")
-        return found
+        return function(**{k: v for k, v in arguments.items() if takes_all or k in names})
 
     return call
+
+
+def _one_per_completion(values: Any, count: int) -> list[object]:
+    """The numbers that a function of lists returned; raises `ValueError` if they are not `count`."""
+    found = list(values) if hasattr(values, "__iter__") and not isinstance(values, str) else []
+    if len(found) != count:
+        what = f"it returned {len(found)} numbers" if found else f"it returned {repr(values)[:200]}"
+        raise ValueError(f"{what} for {count} completions: it must return one number per completion")
+    return found
 
 
 def _reads_messages(function: Callable[..., Any]) -> bool:
@@ -286,12 +334,5 @@ def _reads_messages(function: Callable[..., Any]) -> bool:
     return False
 
 
-def _result(value: object) -> Any:
-    """The value itself, or the result of a coroutine."""
-    import asyncio
-
-    return asyncio.run(value) if inspect.iscoroutine(value) else value
-
-
 if __name__ == "__main__":
-    main(sys.argv[1], json.loads(sys.argv[2]))
+    main(sys.argv[1], json.loads(os.environ.pop(PARAMS)))

@@ -28,18 +28,19 @@ from rlctl.errors import EnvironmentFailure, UsageError
 from rlctl.prefix import reads_more_than_text
 from rlctl.processes import LOOPBACK, NODE_ADDRESS
 from rlctl.rollout.completions import LOGPROBS_MODE, MERGE_LORA, listed_tokens, vllm_missing, vllm_options
-from rlctl.rollout.protocol import EngineContext, ExpectedWeights, sampling_of
+from rlctl.rollout.expected_weights import ExpectedWeights
+from rlctl.rollout.protocol import EngineContext, sampling_of
 from rlctl.rollout.replicas import Replicas, ReplicaSettings
 from rlctl.rollout.server_access import KEY, ask
-from rlctl.rollout.server_client import ServerClient
+from rlctl.rollout.server_client import ServerClient, readable
 from rlctl.rollout.server_process import RayHost, ray_hosts
 from rlctl.rollout.vllm import VLLMRollout
 from rlctl.rollout.vllm_server import GENERATE, VLLMServerRollout
 from rlctl.rollout.weight_broadcast import WeightBroadcast, transfer_backend
 from rlctl.rollout.weight_sync import WeightSync
 from rlctl.rollout.weights import PublishedWeights, VersionedDir
-from rlctl.spec.rollout import VLLM_LORA_RANKS
-from rlctl.spec.run_spec import RunSpec
+from rlctl.run_spec.rollout import VLLM_LORA_RANKS
+from rlctl.run_spec.run_spec import RunSpec
 
 ENGINE_LOGS = "engines"
 _INFO_S = 60.0  # the first response is slow: the server inspects its environment
@@ -60,8 +61,8 @@ def build_vllm(context: EngineContext) -> VLLMRollout | VLLMServerRollout:
         options = _options(spec) | shards | rollout.engine_kwargs
         return VLLMRollout(context.model_path, context.tokenizer, options)
     if spec.syncs_adapter and torch.cuda.is_available() and _dtype(spec) == "fp32":
-        what = "vLLM's kernels for adapters support half precision only"
-        raise UsageError(what, where="rollout.dtype", fix=f"write bf16; or {MERGE_LORA}")
+        message = "vLLM's kernels for adapters support half precision only"
+        raise UsageError(message, where="rollout.dtype", fix=f"write bf16; or {MERGE_LORA}")
     if rollout.mode == "server":
         return _on_servers(context)
     return VLLMRollout(
@@ -253,8 +254,11 @@ def reachable(urls: list[str], seconds: float, *, lora_rank: int = 0, in_flight:
             try:
                 health = ask("GET", f"{url}/health", 5)
                 if health.status_code == HTTPStatus.UNAUTHORIZED:
-                    what, fix = "the server has another key", f"set {KEY} to the one that it was started with"
-                    raise EnvironmentFailure(what, where=f"rollout.server.urls: {url}", fix=fix)
+                    message, fix = (
+                        "the server has another key",
+                        f"set {KEY} to the one that it was started with",
+                    )
+                    raise EnvironmentFailure(message, where=f"rollout.server.urls: {url}", fix=fix)
                 if health.is_success:
                     backends.append(_check_settings(url, lora_rank, in_flight=in_flight))
                     break
@@ -280,33 +284,38 @@ def _check_settings(url: str, lora_rank: int, *, in_flight: bool) -> str:
     fix = "start it with the options in docs/how-to/rollout-engines.md"
     answer = ask("GET", f"{url}/server_info?config_format=json", _INFO_S)
     if not answer.is_success:
-        what = "the server does not accept weight updates: vLLM's development mode is off"
+        message = "the server does not accept weight updates: vLLM's development mode is off"
         more = f"{fix}, VLLM_SERVER_DEV_MODE=1 among them"
         if answer.is_server_error:
-            what = f"the server cannot describe itself: /server_info fails (HTTP {answer.status_code})"
+            message = f"the server cannot describe itself: /server_info fails (HTTP {answer.status_code})"
             more = "see its log; vLLM lists its packages there, for which its environment needs pip"
-        raise EnvironmentFailure(what, where=where, fix=more)
-    info = answer.json()
-    mode = info["vllm_config"]["model_config"]["logprobs_mode"]
+        raise EnvironmentFailure(message, where=where, fix=more)
+    with readable(url, "/server_info"):
+        info = answer.json()
+        mode = info["vllm_config"]["model_config"]["logprobs_mode"]
     if mode != LOGPROBS_MODE:
-        what = f"the server reports {mode}, which are not log-probs of the distribution it samples from"
-        raise EnvironmentFailure(what, where=where, fix=f"{fix}, --logprobs-mode {LOGPROBS_MODE} among them")
+        message = f"the server reports {mode}, which are not log-probs of the distribution it samples from"
+        raise EnvironmentFailure(
+            message, where=where, fix=f"{fix}, --logprobs-mode {LOGPROBS_MODE} among them"
+        )
     if in_flight:
         policy = info["vllm_config"]["scheduler_config"]["policy"]
         has_versions = ask("POST", url + GENERATE, _INFO_S, {}).status_code not in _NOT_OFFERED
         if not has_versions or policy != "priority":
-            what = "the server was not started for rollout.in_flight: it "
-            what += "has no priorities" if has_versions else "does not report which weights sampled a token"
+            message = "the server was not started for rollout.in_flight: it "
+            message += (
+                "has no priorities" if has_versions else "does not report which weights sampled a token"
+            )
             options = "--enable-scale-out and --scheduling-policy priority"
-            raise EnvironmentFailure(what, where=where, fix=f"{fix}, {options} among them")
+            raise EnvironmentFailure(message, where=where, fix=f"{fix}, {options} among them")
     lora = info["vllm_config"]["lora_config"]  # null without --enable-lora
     is_open = info["vllm_env"]["VLLM_ALLOW_RUNTIME_LORA_UPDATING"]
     if lora_rank and not (is_open and lora and lora["max_lora_rank"] >= lora_rank):
         options = (
             f"VLLM_ALLOW_RUNTIME_LORA_UPDATING=1, --enable-lora and --max-lora-rank of {lora_rank} or more"
         )
-        what = f"the server does not accept adapters of rank {lora_rank}"
-        raise EnvironmentFailure(what, where=where, fix=f"start it with {options}; or {MERGE_LORA}")
+        message = f"the server does not accept adapters of rank {lora_rank}"
+        raise EnvironmentFailure(message, where=where, fix=f"start it with {options}; or {MERGE_LORA}")
     return str((info["vllm_config"].get("weight_transfer_config") or {}).get("backend", ""))
 
 

@@ -14,6 +14,7 @@ from numpy.typing import NDArray
 from rlctl.batch import FINISH_REASONS, TokenLists, Turn
 from rlctl.errors import EnvironmentFailure, RunFailure, one_line
 from rlctl.rollout.protocol import Request, Sampling, end_ids, synced
+from rlctl.routing import REPLAY
 
 Column = NDArray[Any]
 VLLMDtype = Literal["fp32", "bf16"]
@@ -59,16 +60,16 @@ class Completion:
         reason = self.finish_reason if self.finish_reason in FINISH_REASONS else "abort"
         kept = most_likely = None
         if listed_tokens(sampling):
-            place, ids, listed = self._sorted()
+            position, ids, listed = self._sorted()
             size = len(token_ids)
             if sampling.with_kept:
-                is_whole = np.bincount(place, np.exp(listed), size) >= 1.0 - _MISSING
-                kept = _lists(place, ids, listed, is_whole[place], size)
+                is_whole = np.bincount(position, np.exp(listed), size) >= 1.0 - _MISSING
+                kept = _lists(position, ids, listed, is_whole[position], size)
                 kept = TokenLists(kept.counts, kept.ids)
                 reason = reason if is_whole.all() else "abort"
             if count := sampling.num_most_likely:
-                rank = np.arange(len(place)) - np.searchsorted(place, place)
-                most_likely = _lists(place, ids, listed, rank < count, size)
+                rank = np.arange(len(position)) - np.searchsorted(position, position)
+                most_likely = _lists(position, ids, listed, rank < count, size)
         experts = None if self.experts is None else torch.from_numpy(self.experts.astype(np.int16))
         return Turn(token_ids, log_probs, versions, reason, kept, most_likely, experts)
 
@@ -77,14 +78,14 @@ class Completion:
         if self.listed is None:
             return np.empty(0, np.int64), np.empty(0, np.int64), np.empty(0, np.float32)
         counts, ids, log_probs = self.listed
-        place = np.repeat(np.arange(len(counts)), counts)
-        is_first, is_sampled = np.diff(place, prepend=-1) > 0, ids == self.token_ids[place]
+        position = np.repeat(np.arange(len(counts)), counts)
+        is_first, is_sampled = np.diff(position, prepend=-1) > 0, ids == self.token_ids[position]
         occurs_again = np.zeros(len(counts), dtype=bool)
-        occurs_again[place[is_sampled & ~is_first]] = True
-        is_double = is_sampled & is_first & occurs_again[place]
+        occurs_again[position[is_sampled & ~is_first]] = True
+        is_double = is_sampled & is_first & occurs_again[position]
         chosen = np.flatnonzero((log_probs > _NOT_ALLOWED) & ~is_double)
-        chosen = chosen[np.lexsort((-log_probs[chosen], place[chosen]))]
-        return place[chosen], ids[chosen], log_probs[chosen]
+        chosen = chosen[np.lexsort((-log_probs[chosen], position[chosen]))]
+        return position[chosen], ids[chosen], log_probs[chosen]
 
 
 def _lists(place: Column, ids: Column, log_probs: Column, chosen: Column, size: int) -> TokenLists:
@@ -138,13 +139,12 @@ class CompletionRollout(ABC):
             if sampling.with_experts and turn.finish_reason != "abort" and num_routed != num_read:
                 raise RunFailure(
                     f"the engine reports experts of {num_routed} of {num_read} tokens of response {number}",
-                    where="actor.routing_replay",
+                    where=REPLAY,
                     fix="servers that you started need --enable-return-routed-experts",
                 )
             if turn.most_likely is not None and not turn.most_likely.counts.all():
                 raise RunFailure(
                     f"the engine does not list the most likely tokens at every position of response {number}",
-                    where="algorithm.rollout_correction.score_centering",
                     fix=f"servers that you started need --max-logprobs {sampling.num_most_likely} or more",
                 )
         return turns

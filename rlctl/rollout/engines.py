@@ -15,16 +15,17 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Any, Literal
 
 from rlctl.errors import RunFailure, SpecError, UsageError
+from rlctl.files import keep_compiled_code
 from rlctl.leftovers import temporary_directory
 from rlctl.registry import ROLLOUT_ENGINES
 from rlctl.rollout.protocol import EngineContext
-from rlctl.spec.rollout import EngineCapabilities, RolloutSpec
+from rlctl.run_spec.rollout import EngineCapabilities, RolloutSpec
 from rlctl.user_code import absolute_name, call_problem, missing_methods
 
 if TYPE_CHECKING:
     from rlctl.rollout.protocol import ResponseSampler, RolloutEngine
     from rlctl.rollout.vllm import VLLMRollout
-    from rlctl.spec.run_spec import RunSpec
+    from rlctl.run_spec.run_spec import RunSpec
 
 __all__ = [
     "EngineCapabilities",
@@ -43,17 +44,20 @@ def build_rollout(context: EngineContext) -> RolloutEngine:
         EnvironmentFailure, UsageError: the engine is not available here, or does not support the model.
         RunFailure: the factory does not return a rollout engine.
     """
-    from rlctl.spec.base import params_of
+    from rlctl.run_spec.base import params_of
 
-    part = ROLLOUT_ENGINES.part(context.spec.rollout.name)
-    params = params_of(part, context.spec.rollout.engine_params)
-    engine: RolloutEngine = part.function(replace(context, params=params))
+    keep_compiled_code()
+    registered = ROLLOUT_ENGINES.part(context.spec.rollout.name)
+    params = params_of(registered, context.spec.rollout.engine_params)
+    engine: RolloutEngine = registered.function(replace(context, params=params))
     methods = ["sample", "close"] if context.model is None else ["sample", "sync_weights", "close"]
-    if what := missing_methods(engine, *methods):
-        raise RunFailure(what, where=f"rollout.name: {part.name}", fix="see rlctl/rollout/protocol.py")
+    if message := missing_methods(engine, *methods):
+        raise RunFailure(
+            message, where=f"rollout.name: {registered.name}", fix="see rlctl/rollout/protocol.py"
+        )
     if problem := call_problem(engine.sample, [], None):
         fix = "def sample(self, requests, sampling)"
-        raise RunFailure(f"sample: {problem}", where=f"rollout.name: {part.name}", fix=fix)
+        raise RunFailure(f"sample: {problem}", where=f"rollout.name: {registered.name}", fix=fix)
     return engine
 
 
@@ -95,7 +99,7 @@ def spec_outside_training(
     Raises:
         UsageError: the engine runs only in servers, or does not support the parameters.
     """
-    from rlctl.spec.base import param_problems
+    from rlctl.run_spec.base import param_problems
 
     rollout = spec.rollout if name == absolute_name(spec.rollout.name) else RolloutSpec()
     settings = {"name": name, "mode": "colocated", "dtype": dtype, "gpu_memory_utilization": gpu_share}
@@ -107,8 +111,8 @@ def spec_outside_training(
         }
     )
     if "colocated" not in spec.rollout_engine.modes:
-        what, fix = f"{name} runs only in servers", "choose another engine, such as hf"
-        raise UsageError(what, where="rollout.mode", fix=fix)
+        message, fix = f"{name} runs only in servers", "choose another engine, such as hf"
+        raise UsageError(message, where="rollout.mode", fix=fix)
     if problems := param_problems(ROLLOUT_ENGINES, name, "rollout.engine_params", rollout.engine_params):
         raise SpecError(problems)
     return spec
@@ -134,7 +138,7 @@ def engine_outside_training(
         EnvironmentFailure, UsageError, RunFailure: as `build_rollout`.
     """
     from rlctl.batch import torch_device
-    from rlctl.rollout.protocol import PlainWeights
+    from rlctl.rollout.expected_weights import PlainWeights
 
     lengths = {"max_prompt_length": max_prompt_length, "max_response_length": max_response_length}
     model_spec = spec.model.model_copy(update={"path": model_path, "revision": None, "lora_rank": 0})

@@ -29,9 +29,11 @@ from transformers import (
 )
 
 from rlctl.algos.segments import Segments
-from rlctl.batch import TokenLists, Turn
+from rlctl.batch import TokenLists
+from rlctl.episodes import Turns, joined_turns
 from rlctl.prefix import body_of, can_share_prefix, equal_beginnings, shared_prefix, shortest_window
-from rlctl.rollout.protocol import ExpectedWeights, Policy, Request, Sampling, end_ids, synced
+from rlctl.rollout.expected_weights import ExpectedWeights
+from rlctl.rollout.protocol import Policy, Request, Sampling, end_ids, synced
 from rlctl.routing import REPLAY, Mixture, Routing
 
 RolloutDtype = Literal["fp32", "bf16", "int8"]
@@ -83,7 +85,7 @@ class HFRollout:
         self._expected = ExpectedWeights(self._model)
         self._policy_version: int | None = 0  # None during a sync and after a failed one
 
-    def sample(self, requests: Sequence[Request], sampling: Sampling) -> list[Turn]:
+    def sample(self, requests: Sequence[Request], sampling: Sampling) -> Turns:
         """See `RolloutEngine.sample`; adjacent requests with equal tokens share their computation.
 
         Each time half of the rows have ended, the others go on without them.
@@ -91,7 +93,7 @@ class HFRollout:
         policy_version = synced(self._policy_version)
         size = self._max_num_seqs or max(len(requests), 1)
         chunks = (requests[start : start + size] for start in range(0, len(requests), size))
-        return [turn for chunk in chunks for turn in self._sample(chunk, sampling, policy_version)]
+        return joined_turns([self._sample(chunk, sampling, policy_version) for chunk in chunks])
 
     @torch.no_grad()
     def sync_weights(self, policy: Policy, policy_version: int) -> None:
@@ -108,7 +110,7 @@ class HFRollout:
         del self._model, self._weights
 
     @torch.no_grad()
-    def _sample(self, requests: Sequence[Request], sampling: Sampling, policy_version: int) -> list[Turn]:
+    def _sample(self, requests: Sequence[Request], sampling: Sampling, policy_version: int) -> Turns:
         """Samples the turns of one chunk."""
         longest = max(request.limit(sampling) for request in requests)
         divides = self._shares_prompts and not sampling.with_experts  # a cache can be that of other rows
@@ -155,9 +157,8 @@ class HFRollout:
         first, *steps = routing.passes(body, sampler.num_steps)
         columns = first.view(len(turns), count, *first.shape[1:])
         experts = torch.cat([columns, *(step[:, None] for step in steps)], 1).to("cpu", torch.int16)
-        starts, ends = (~prompt_mask).sum(1).tolist(), [count + len(turn.token_ids) - 1 for turn in turns]
-        spans = zip(turns, experts, starts, ends, strict=True)
-        return [replace(turn, experts=row[start:end].clone()) for turn, row, start, end in spans]
+        spans = zip(experts, (~prompt_mask).sum(1).tolist(), turns.lengths.tolist(), strict=True)
+        return replace(turns, experts=[row[start : count + size - 1] for row, start, size in spans])
 
 
 def into_precision(model: nn.Module, dtype: RolloutDtype) -> None:
@@ -251,7 +252,8 @@ class RecordingSampler(LogitsProcessor):  # type: ignore[misc]  # transformers i
     ) -> None:
         """Draws all random numbers."""
         limits = [request.limit(sampling) for request in requests]
-        drawn = [uniforms(request.seed, limit) for request, limit in zip(requests, limits, strict=True)]
+        seeds, generator = [request.seed for request in requests], torch.Generator()
+        drawn = [uniforms(seed, limit, generator) for seed, limit in zip(seeds, limits, strict=True)]
         self._uniforms = pad_sequence(drawn, batch_first=True).to(device)
         self._limits = torch.tensor(limits, device=device)
         self._end_ids = torch.tensor(list(end_ids), device=device)
@@ -314,38 +316,36 @@ class RecordingSampler(LogitsProcessor):  # type: ignore[misc]  # transformers i
         rows, tokens = kept.nonzero(as_tuple=True)
         self._sets.append(torch.stack([self.rows[rows] * self._sizes.shape[1] + position, tokens]).int())
 
-    def turns(self, policy_version: int) -> list[Turn]:
+    def turns(self, policy_version: int) -> Turns:
         """One turn per request, on the CPU."""
-        columns = [self._columns(self.tokens), self._columns(self.log_probs)]
-        kept = self._kept() if self._sampling.with_kept else [None] * len(self.lengths)
-        listed = self._listed() if self._sampling.num_most_likely else [None] * len(self.lengths)
-        reasons = ["stop" if stopped else "length" for stopped in self.stopped.tolist()]
-        return [
-            Turn(tokens, log_probs, torch.full_like(tokens, policy_version), reason, sets, lists)
-            for tokens, log_probs, reason, sets, lists in zip(*columns, reasons, kept, listed, strict=True)
-        ]
-
-    def _columns(self, rows: Tensor) -> list[Tensor]:
-        """Of (B, T, …), what belongs to sampled tokens: for each turn (t, …)."""
-        lengths = self.lengths.cpu()
-        is_sampled = torch.arange(rows.shape[1]) < lengths[:, None]
-        return [row.clone() for row in torch.split(rows.cpu()[is_sampled], lengths.tolist())]
-
-    def _kept(self) -> list[TokenLists]:
-        """For each turn, the tokens that each of its tokens was sampled from."""
-        places, tokens = torch.cat(self._sets, dim=1)
-        sets = tokens[places.argsort(stable=True)].cpu().split(self._sizes.sum(1).tolist())
-        return [
-            TokenLists(*pair) for pair in zip(self._columns(self._sizes), map(torch.clone, sets), strict=True)
-        ]
-
-    def _listed(self) -> list[TokenLists]:
-        """For each turn, the most likely tokens at each of its positions."""
-        pairs = zip(
-            *(self._columns(torch.stack(s, 1)) for s in zip(*self._most_likely, strict=True)), strict=True
+        tokens = self._column(self.tokens)
+        return Turns(
+            token_ids=tokens,
+            log_probs=self._column(self.log_probs),
+            versions=torch.full_like(tokens, policy_version),
+            lengths=self.lengths.cpu(),
+            finish_reasons=["stop" if stopped else "length" for stopped in self.stopped.tolist()],
+            kept=self._kept() if self._sampling.with_kept else None,
+            most_likely=self._listed() if self._sampling.num_most_likely else None,
         )
-        listed = [(ids, log_probs, log_probs > -torch.inf) for ids, log_probs in pairs]
-        return [TokenLists(mask.sum(-1, dtype=torch.int32), ids[mask], p[mask]) for ids, p, mask in listed]
+
+    def _column(self, rows: Tensor) -> Tensor:
+        """Of (B, T, …), what belongs to sampled tokens: (M, …)."""
+        is_sampled = torch.arange(rows.shape[1]) < self.lengths.cpu()[:, None]
+        return rows.cpu()[is_sampled]
+
+    def _kept(self) -> TokenLists:
+        """The tokens that each token was sampled from."""
+        places, tokens = torch.cat(self._sets, dim=1)
+        return TokenLists(self._column(self._sizes), tokens[places.argsort(stable=True)].cpu())
+
+    def _listed(self) -> TokenLists:
+        """The most likely tokens at the position of each token."""
+        ids, log_probs = (
+            self._column(torch.stack(steps, 1)) for steps in zip(*self._most_likely, strict=True)
+        )
+        is_listed = log_probs > -torch.inf
+        return TokenLists(is_listed.sum(-1, dtype=torch.int32), ids[is_listed], log_probs[is_listed])
 
 
 def draw(log_probs: Tensor, uniforms: Tensor) -> Tensor:
@@ -360,9 +360,10 @@ def draw(log_probs: Tensor, uniforms: Tensor) -> Tensor:
     return torch.searchsorted(cdf, target, right=True).clamp_(max=log_probs.shape[-1] - 1)
 
 
-def uniforms(seed: int, count: int) -> Tensor:
-    """(count,) float64 in [0, 1): the random numbers of one request."""
-    return torch.rand(count, dtype=torch.float64, generator=torch.Generator().manual_seed(seed))
+def uniforms(seed: int, count: int, generator: torch.Generator | None = None) -> Tensor:
+    """(count,) float64 in [0, 1): the random numbers of one request; a `generator` is seeded anew."""
+    seeded = (generator or torch.Generator()).manual_seed(seed)
+    return torch.rand(count, dtype=torch.float64, generator=seeded)
 
 
 def processors(sampling: Sampling, sampler: RecordingSampler) -> LogitsProcessorList:

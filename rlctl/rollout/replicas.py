@@ -20,6 +20,7 @@ import httpx
 
 from rlctl.errors import EnvironmentFailure, RunFailure, UsageError
 from rlctl.processes import LOOPBACK
+from rlctl.rollout.closed_ports import ClosedPorts
 from rlctl.rollout.completions import MERGE_LORA
 from rlctl.rollout.server_access import (
     HOST,
@@ -31,7 +32,7 @@ from rlctl.rollout.server_access import (
     probe_interval,
 )
 from rlctl.rollout.server_process import SERVE, LocalHost, RayHost
-from rlctl.spec.rollout import ServerSpec
+from rlctl.run_spec.rollout import ServerSpec
 
 _WATCH_S = 0.5
 _HEALTH_S = 5.0
@@ -61,7 +62,8 @@ class ReplicaSettings:
         if self.first_gpu is None:
             # The worker runs in the engine's process: a separate one would only delay the start.
             arguments += ["--distributed-executor-backend", "uni"]
-        return [*arguments, *as_arguments(self.options)]
+        extension = {"worker_extension_cls": f"{ClosedPorts.__module__}.{ClosedPorts.__name__}"}
+        return [*arguments, *as_arguments(extension | dict(self.options))]
 
 
 @dataclass(slots=True)
@@ -92,6 +94,12 @@ class _Replica:
         lines = self.log.read_text(errors="replace").splitlines() if self.log.exists() else []
         errors = [line for line in lines if "Error" in line] or lines
         return " ".join(" ".join(errors[-_LOG_LINES:]).split())[-600:]
+
+
+def _close_ports(replica: _Replica, timeout: float) -> None:
+    """Closes the ports of the worker's groups, unless the user names another extension of workers."""
+    with contextlib.suppress(httpx.HTTPError):
+        ask("POST", f"{replica.url}/collective_rpc", timeout, {"method": "close_ports"})
 
 
 class Replicas:
@@ -207,18 +215,20 @@ class Replicas:
                 return
             interval = probe_interval(self._server.answer_timeout)
             if _works(replica, interval):
+                if not was_ready:
+                    _close_ports(replica, interval)
                 replica.is_ready.set()
                 replica.heard = now
             replica.ask_at = now + interval
             if not was_ready or now - replica.heard < self._patience:
                 return
-            what = f"runs, but its engine has not answered for {now - replica.heard:.0f} s"
+            message = f"runs, but its engine has not answered for {now - replica.heard:.0f} s"
         else:
-            what = f"ended with code {code}"
+            message = f"ended with code {code}"
         replica.is_ready.clear()
         replica.host.end()  # or the remaining processes of its group
         if not was_ready or not self._restarts_left:
-            words = f"vLLM server {replica.index} {what}: {replica.log_tail()}"
+            words = f"vLLM server {replica.index} {message}: {replica.log_tail()}"
             self._failure = RunFailure(words, where=str(replica.log))
             return
         self._restarts_left -= 1

@@ -13,8 +13,11 @@ from typing import Any
 
 import httpx
 
-#: Environment variable with the key, of the trainer and its servers; set by the run unless the user has.
-KEY = "RLCTL_SERVER_KEY"
+from rlctl.processes import SERVER_KEY
+from rlctl.rollout.reported_weights import ReportedWeights
+
+#: Environment variable with the key.
+KEY = SERVER_KEY
 #: Environment variable of a server with the host and port at which the run reaches it; unset: not checked.
 HOST = "RLCTL_SERVER_HOST"
 #: Name of the served model.
@@ -75,12 +78,14 @@ def _counts_tokens(line: str) -> bool:
 class RequireKey:
     """ASGI middleware of a server: refuses requests without the key, for another host, or of a web page.
 
+    Answers report the version of the weights (`ReportedWeights`).
+
     Raises:
         KeyError: the server was started without a key.
     """
 
     def __init__(self, app: Callable[..., Awaitable[None]]) -> None:
-        self._app, self._expected = app, f"Bearer {os.environ[KEY]}".encode()
+        self._app, self._expected = ReportedWeights(app), f"Bearer {os.environ[KEY]}".encode()
         self._host = os.environ.get(HOST, "").encode()
 
     async def __call__(self, scope: dict[str, Any], receive: Any, send: Any) -> None:

@@ -7,16 +7,16 @@ import contextlib
 import math
 import threading
 import time
-from collections.abc import Awaitable, Callable, Coroutine, Iterable
+from collections.abc import Awaitable, Callable, Coroutine, Iterable, Iterator
 from concurrent.futures import CancelledError, Future
 from typing import Any, TypeVar
 
 import httpx
 
-from rlctl.errors import RunFailure
+from rlctl.errors import RunFailure, first_line
 from rlctl.processes import note_progress
 from rlctl.rollout.server_access import EngineProgress, authorization, probe_interval
-from rlctl.spec.rollout import ServerSpec
+from rlctl.run_spec.rollout import ServerSpec
 
 #: Longest time of a request that does not sample, in seconds.
 SYNC_S = 600.0
@@ -30,6 +30,20 @@ _Result = TypeVar("_Result")
 
 class ServerFailed(RunFailure):
     """A server could not be reached, or failed; it may answer later."""
+
+
+@contextlib.contextmanager
+def readable(url: str, path: str) -> Iterator[None]:
+    """Context in which a server's answer is read: something else than vLLM answers is its failure.
+
+    Raises:
+        ServerFailed: as above.
+    """
+    try:
+        yield
+    except (ValueError, LookupError, TypeError, AttributeError, RecursionError, OverflowError) as error:
+        message = f"a vLLM server answers {path} with something else than vLLM does: {first_line(error)}"
+        raise ServerFailed(message, where=url) from error
 
 
 class ServerClient:

@@ -11,15 +11,22 @@ import os
 import signal
 import subprocess
 import sys
-import tempfile
 from collections.abc import Iterator
 from importlib import metadata
 from pathlib import Path
 from typing import Any
 
+from rlctl import leftovers
 from rlctl.errors import EnvironmentFailure, UsageError, one_line
 from rlctl.files import open_to_append
-from rlctl.processes import NODE_ADDRESS, PARENT, end_with_parent, environment_without_ranks, free_port
+from rlctl.processes import (
+    NODE_ADDRESS,
+    OTHER_KEYS,
+    PARENT,
+    end_with_parent,
+    environment_without_ranks,
+    free_port,
+)
 
 #: Arguments of Python that run `vllm serve` with the arguments that follow.
 SERVE = ("-P", "-m", "rlctl.rollout.server_process", "serve")
@@ -50,6 +57,7 @@ class LocalHost:
                 fix="give the address of this node that other nodes can reach; or set rollout.server.urls",
             ) from error
         self._process: subprocess.Popen[bytes] | None = None
+        self._held = contextlib.ExitStack()  # its directory for temporary files
 
     def start(self, arguments: list[str], environment: dict[str, str], model: Path, log: Path) -> None:
         """Starts the server.
@@ -63,7 +71,10 @@ class LocalHost:
         """
         del model
         inherited = environment_without_ranks()
+        inherited = {name: value for name, value in inherited.items() if name not in OTHER_KEYS}
         inherited.pop("VLLM_ENABLE_V1_MULTIPROCESSING", None)  # set for engines in this process
+        if not leftovers.has_own_temporary_files():
+            inherited["TMPDIR"] = str(self._held.enter_context(leftovers.temporary_directory("server")))
         with open_to_append(log) as output:
             self._process = subprocess.Popen(
                 [sys.executable, *arguments],
@@ -73,6 +84,7 @@ class LocalHost:
                 stderr=subprocess.STDOUT,
                 start_new_session=True,  # Ctrl-C reaches only the trainer, which then stops them
             )
+        leftovers.end_group_with_me(self._process.pid)  # also if it is stopped or handles no signal
 
     def poll(self) -> int | None:
         """Exit code; None: running, or not started."""
@@ -87,16 +99,9 @@ class LocalHost:
                 os.killpg(process.pid, sign)
             with contextlib.suppress(subprocess.TimeoutExpired):
                 process.wait(_STOP_S)
-            if not _group_lives(process.pid):
-                return
-
-
-def _group_lives(group: int) -> bool:
-    try:
-        os.killpg(group, 0)
-    except ProcessLookupError:
-        return False
-    return True
+            if not leftovers.group_lives(process.pid):
+                break
+        self._held.close()
 
 
 class _Actor:
@@ -106,7 +111,7 @@ class _Actor:
         from ray.util import get_node_ip_address
 
         self._host = LocalHost(get_node_ip_address())
-        self._directory = Path(tempfile.mkdtemp(prefix="rlctl-server-"))
+        self._directory, _ = leftovers.own_directory("server")
 
     def address(self) -> tuple[str, int]:
         """Address and free port at which a server can listen."""
@@ -199,9 +204,9 @@ def ray_hosts(count: int, gpus: int, trainer_gpus: int, seconds: float) -> Itera
             ray.init(address=address, log_to_driver=False, logging_level="ERROR")
     except Exception as error:  # of the cluster: ConnectionError, RuntimeError, ValueError
         is_missing = isinstance(error, ImportError)
-        what = "Ray cannot be imported" if is_missing else f"no Ray cluster answers at {address}"
+        message = "Ray cannot be imported" if is_missing else f"no Ray cluster answers at {address}"
         where = "rollout.server.placement: ray"
-        raise EnvironmentFailure(f"{what}: {one_line(error)}", where=where, fix=_INSTALL) from error
+        raise EnvironmentFailure(f"{message}: {one_line(error)}", where=where, fix=_INSTALL) from error
     actor: Any = ray.remote(_Actor)
     kept: list[Any] = []
     group = None

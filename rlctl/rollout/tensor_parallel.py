@@ -66,16 +66,16 @@ class TensorParallelGroup:
         """The outputs of this rank's requests; None: all ranks have finished."""
         versions, requests = zip(*self._exchange((version, asked)), strict=True)
         if len(set(versions)) > 1:
-            what = f"the ranks of one engine hold weights of different versions: {versions}"
-            raise RunFailure(what, where=_KEY)
+            message = f"the ranks of one engine hold weights of different versions: {versions}"
+            raise RunFailure(message, where=_KEY)
         if all(theirs is None for theirs in requests):
             return None
         parts = [theirs or [] for theirs in requests]
         outputs = answer([request for part in parts for request in part])
         # An error above ends this rank, and then the others: ranks that still compute cannot be notified.
         if len(set(self._exchange(_digest(outputs)))) > 1:
-            what = "the ranks of one engine sampled different tokens for the same requests"
-            raise RunFailure(what, where=_KEY, fix="set it to 1, or set rollout.mode: server")
+            message = "the ranks of one engine sampled different tokens for the same requests"
+            raise RunFailure(message, where=_KEY, fix="set it to 1, or set rollout.mode: server")
         first = sum(len(part) for part in parts[: self._rank])
         return outputs[first : first + len(parts[self._rank])]
 

@@ -33,10 +33,12 @@ from rlctl.rollout.completions import (
     listed_tokens,
     vllm_missing,
 )
-from rlctl.rollout.protocol import ExpectedWeights, Policy, Request, Sampling, SavedAdapter
+from rlctl.rollout.expected_weights import ExpectedWeights
+from rlctl.rollout.protocol import EngineReport, Policy, Request, Sampling, SavedAdapter
 from rlctl.rollout.tensor_parallel import Asked, TensorParallelGroup
 from rlctl.rollout.weights import VersionedDir
-from rlctl.spec.keys import closest
+from rlctl.routing import REPLAY
+from rlctl.run_spec.keys import closest
 
 #: Size of the key-value cache on a CPU in GiB, unless VLLM_CPU_KVCACHE_SPACE is set.
 CPU_CACHE_GIB = "2"
@@ -46,7 +48,7 @@ _REFUSALS = {
     "does not support LoRA": ("vLLM refuses the adapter", None, MERGE_LORA),
     "(?i)gpu.memory.utilization": ("vLLM does not start", "rollout.gpu_memory_utilization", None),
     "(?i)auxoutput|routed.experts": (
-        *("vLLM cannot report experts here", "actor.routing_replay"),
+        *("vLLM cannot report experts here", REPLAY),
         "set it to false, or rollout.name: hf",
     ),
 }
@@ -115,17 +117,17 @@ class VLLMRollout(CompletionRollout):
         super().__init__(tokenizer, config, policy_version=None if expected else 0)
         self._adapter: Any = None  # vLLM's request object of the adapter to sample with
         self._asleep: set[str] = set()
-        self.sleeping_bytes = 0  # GPU memory that it frees while it sleeps
+        self._sleeping_bytes = 0  # GPU memory that it frees while it sleeps
         self.release(weights_follow=expected is not None)
 
-    @property
-    def description(self) -> str:
-        """vLLM's version and model runner, for the record of a run."""
+    def report(self) -> EngineReport:
+        """vLLM's version and model runner, and the memory that it frees."""
         import vllm
 
         config = getattr(self._llm.llm_engine, "vllm_config", None)
         runner = "V2" if getattr(config, "use_v2_model_runner", False) else "V1"
-        return f"vLLM {vllm.__version__}, model runner {runner}"
+        description = f"vLLM {vllm.__version__}, model runner {runner}"
+        return EngineReport(description, sleeping_bytes=self._sleeping_bytes)
 
     def close(self) -> None:
         """See `RolloutEngine.close`."""
@@ -179,7 +181,7 @@ class VLLMRollout(CompletionRollout):
             torch.cuda.empty_cache()  # the trainer's memory is not counted
             free, _ = torch.cuda.mem_get_info()
             self._llm.sleep(level=2 if weights_follow else 1)
-            self.sleeping_bytes = torch.cuda.mem_get_info()[0] - free
+            self._sleeping_bytes = torch.cuda.mem_get_info()[0] - free
         self._asleep = {"weights", "kv_cache"}
 
     def _wake(self, *parts: str) -> None:
@@ -301,15 +303,15 @@ def _not_started(model_path: str, error: Exception) -> RlctlError:  # noqa: PLR0
         near = closest(unknown[1], names)
         fix = f"write {near}" if near else "leave it out"
         return UsageError("vLLM has no such option", where=f"rollout.engine_kwargs.{unknown[1]}", fix=fix)
-    if isinstance(error, ValidationError) and (found := error.errors()[0])["loc"]:
-        where = ".".join(["rollout.engine_kwargs", *map(str, found["loc"])])
-        return UsageError(f"vLLM's option {in_words(found)}, got {found['input']!r}", where=where)
+    if isinstance(error, ValidationError) and (first := error.errors()[0])["loc"]:
+        where = ".".join(["rollout.engine_kwargs", *map(str, first["loc"])])
+        return UsageError(f"vLLM's option {in_words(first)}, got {first['input']!r}", where=where)
     if isinstance(error, TypeError) and "'str'" in str(error):  # it computes with the option
-        what = f"vLLM needs a number for one of these options: {one_line(error)}"
-        return UsageError(what, where="rollout.engine_kwargs", fix="correct the option that is a text")
-    for pattern, (what, key, instead) in _REFUSALS.items():
+        message = f"vLLM needs a number for one of these options: {one_line(error)}"
+        return UsageError(message, where="rollout.engine_kwargs", fix="correct the option that is a text")
+    for pattern, (message, key, instead) in _REFUSALS.items():
         if re.search(pattern, str(error)):
-            return UsageError(f"{what}: {one_line(error)}", where=key or model_path, fix=instead)
+            return UsageError(f"{message}: {one_line(error)}", where=key or model_path, fix=instead)
     if isinstance(error, ValueError):  # includes pydantic's errors, about the model or the options
         return UsageError(f"vLLM refuses the model: {one_line(error)}", where=model_path)
     return EnvironmentFailure(

@@ -17,13 +17,17 @@ import numpy as np
 from rlctl.batch import Turn
 from rlctl.errors import RunFailure
 from rlctl.rollout.completions import Completion, CompletionRollout, listed_tokens
-from rlctl.rollout.protocol import EngineContext, Policy, Request, Sampling
+from rlctl.rollout.protocol import EngineContext, EngineReport, Policy, Request, Sampling
+from rlctl.rollout.reported_weights import is_from
 from rlctl.rollout.server_access import MODEL_NAME
-from rlctl.rollout.server_client import TRIES, ServerClient, ServerFailed
+from rlctl.rollout.server_client import TRIES, ServerClient, ServerFailed, readable
 from rlctl.rollout.weight_sync import WeightSync
 
 #: Maximum number of open requests per rank, and of those in flight.
 CONNECTIONS = 512
+#: Largest log-prob of a token: 0 up to rounding.
+_ROUNDING = 1e-2
+_UNKNOWN = "it samples with other weights than those that this run has sent"
 #: Path at which a server takes tokens and returns them with the version of the weights of each.
 GENERATE = "/inference/v1/generate"
 
@@ -48,18 +52,16 @@ class VLLMServerRollout(CompletionRollout):
         # The trainer's own requests do not wait for those in flight, here or at the servers.
         self._slots, self._slots_in_flight = asyncio.Semaphore(CONNECTIONS), asyncio.Semaphore(CONNECTIONS)
         self._calls = count()
-        self.num_repeated = 0  # requests that were repeated, because their server failed
+        self._num_repeated = 0  # requests that were repeated, because their server failed
 
-    @property
-    def description(self) -> str:
-        """Number of servers and kind of weight transfer, for the record of a run."""
+    def report(self) -> EngineReport:
+        """Number of servers and kind of weight transfer, and what the servers' failures led to."""
         transfer = "broadcast" if self._weights.broadcast else "files"
-        return f"{len(self._urls)} vLLM servers, weights by {transfer}"
-
-    @property
-    def notes(self) -> list[str]:
-        """Messages to the user."""
-        return self._weights.notes
+        return EngineReport(
+            description=f"{len(self._urls)} vLLM servers, weights by {transfer}",
+            notes=tuple(self._weights.notes),
+            num_repeated=self._num_repeated,
+        )
 
     def sync_weights(self, policy: Policy, policy_version: int) -> None:
         """See `RolloutEngine.sync_weights`; a collective: every rank waits for the main one.
@@ -104,8 +106,8 @@ class VLLMServerRollout(CompletionRollout):
         prompts = [number for number, (_, siblings) in enumerate(equal) for _ in siblings]
         num_servers = len(self._current_urls())
         shares: dict[int, dict[int, Request]] = {}
-        for place, (prompt, request) in enumerate(zip(prompts, requests, strict=True)):
-            shares.setdefault(prompt % num_servers, {})[place] = request
+        for index, (prompt, request) in enumerate(zip(prompts, requests, strict=True)):
+            shares.setdefault(prompt % num_servers, {})[index] = request
         return self._sampled(shares, sampling, is_ahead=False)
 
     def _sampled(
@@ -123,12 +125,12 @@ class VLLMServerRollout(CompletionRollout):
     ) -> dict[int, Completion]:
         """The completions of requests to one server; it gets those again that it has failed to answer."""
         client, weights = self._client, self._weights
-        found: dict[int, Completion] = {}
+        completions: dict[int, Completion] = {}
         tries_left = TRIES  # in a row that bring nothing
         while tries_left:
             urls = self._current_urls()
             url = urls[(self._rank + number) % len(urls)]
-            missing = [place for place in requests if place not in found]
+            missing = [place for place in requests if place not in completions]
             asked = [self._ask(url, requests[place], sampling, is_ahead=is_ahead) for place in missing]
             answers = dict(zip(missing, await asyncio.gather(*asked), strict=True))
             failure = next((each for each in answers.values() if isinstance(each, ServerFailed)), None)
@@ -138,11 +140,11 @@ class VLLMServerRollout(CompletionRollout):
             # before it failed to give the others, or all of them.
             is_current = self._in_flight or await client.repeated(weights.is_current, url)
             fine = {p: each for p, each in answers.items() if is_current and isinstance(each, Completion)}
-            found |= fine
-            if len(found) == len(requests):
-                return found
+            completions |= fine
+            if len(completions) == len(requests):
+                return completions
             tries_left = TRIES if fine else tries_left - 1
-            self.num_repeated += len(requests) - len(found)
+            self._num_repeated += len(requests) - len(completions)
             await client.repeated(weights.renew, url)
         words = f": {failure.what}" if failure else ""
         raise RunFailure(f"vLLM servers fail and are restarted repeatedly{words}", where=url)
@@ -154,17 +156,27 @@ class VLLMServerRollout(CompletionRollout):
         async with self._slots_in_flight if is_ahead else self._slots:
             path, body = self._request(request, sampling, is_ahead=is_ahead)
             try:
-                answer = (await self._client.send(url, path, body, timeout=None)).content
+                response = await self._client.send(url, path, body, timeout=None)
             except ServerFailed as failure:
                 return failure
             except RunFailure as refusal:
                 if await self._client.repeated(self._weights.is_current, url):
                     raise
                 return ServerFailed(refusal.what, where=url)  # it does not know the adapter any more
-        if not self._in_flight:
-            return completion_of(answer, has_lists=listed_tokens(sampling) > 0)
-        unknown = ServerFailed("it samples with weights that this run did not send", where=url)
-        return generated(answer, self._weights.versions) or unknown
+        answer, unknown = response.content, ServerFailed(_UNKNOWN, where=url)
+        if not (self._in_flight or is_from(response.headers, self._weights.newest.tag)):
+            return unknown
+        try:
+            with readable(url, path):
+                if self._in_flight:
+                    completion = generated(answer, self._weights.versions)
+                else:
+                    completion = completion_of(answer, has_lists=listed_tokens(sampling) > 0)
+                if completion is not None:
+                    _check(completion, request.limit(sampling))
+        except ServerFailed as failure:
+            return failure
+        return completion or unknown
 
     def _request(self, request: Request, sampling: Sampling, *, is_ahead: bool) -> tuple[str, dict[str, Any]]:
         """Path and body of a request."""
@@ -204,6 +216,15 @@ class VLLMServerRollout(CompletionRollout):
         return urls
 
 
+def _check(completion: Completion, limit: int) -> None:
+    """Raises a `ValueError` for what no engine samples: it would train on wrong numbers."""
+    ids, log_probs = completion.token_ids, completion.log_probs
+    if not len(ids) == len(log_probs) <= limit:
+        raise ValueError(f"{len(ids)} tokens, {len(log_probs)} log-probs, of at most {limit}")
+    if len(ids) and (ids.min() < 0 or np.nanmax(log_probs, initial=-np.inf) > _ROUNDING):
+        raise ValueError("a token below 0, or a log-prob above 0")
+
+
 def completion_of(answer: bytes, *, has_lists: bool) -> Completion:
     """Converts a server's answer to one request."""
     [choice] = json.loads(answer)["choices"]
@@ -235,8 +256,8 @@ def generated(answer: bytes, versions: Mapping[str, int]) -> Completion | None:
     """
     [choice] = json.loads(answer)["choices"]
     if "weight_versions" not in choice:
-        what, fix = "the server does not report which weights sampled a token", "use vLLM 0.32 or newer"
-        raise RunFailure(what, where="rollout.in_flight", fix=fix)
+        message, fix = "the server does not report which weights sampled a token", "use vLLM 0.32 or newer"
+        raise RunFailure(message, where="rollout.in_flight", fix=fix)
     spans, tokens = choice["weight_versions"] or [], choice["logprobs"]["content"]
     known = [versions.get(span["version"]) for span in spans]
     lengths = [span["end"] - span["start"] for span in spans]

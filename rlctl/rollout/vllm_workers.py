@@ -15,6 +15,7 @@ from vllm.distributed.weight_transfer.nccl_engine import NCCLWeightTransferEngin
 from vllm.v1.worker.cpu_worker import CPUWorker
 
 from rlctl.leftovers import SHARED_MEMORY
+from rlctl.rollout.closed_ports import ClosedPorts
 from rlctl.rollout.weight_broadcast import join_gloo
 
 
@@ -60,8 +61,8 @@ class GlooWeightTransferEngine(NCCLWeightTransferEngine):  # type: ignore[misc] 
         self.group = None
 
 
-class GlooReceiver:
-    """An empty worker extension: naming it makes vLLM import this module in the worker."""
+class GlooReceiver(ClosedPorts):
+    """A worker extension: naming it makes vLLM import this module in the worker."""
 
 
 WeightTransferEngineFactory.register_engine("gloo", GlooWeightTransferEngine)

@@ -25,8 +25,9 @@ from torch._C._distributed_c10d import FileStore, ProcessGroupGloo, TCPStore
 from rlctl.errors import RunFailure, one_line
 from rlctl.leftovers import temporary_directory
 from rlctl.processes import free_port, own_address
-from rlctl.rollout.protocol import ExpectedWeights
-from rlctl.rollout.server_client import ServerClient
+from rlctl.rollout.closed_ports import close_group_ports
+from rlctl.rollout.expected_weights import ExpectedWeights
+from rlctl.rollout.server_client import ServerClient, readable
 from rlctl.rollout.vllm import IsolatedState
 from rlctl.rollout.weights import chunks
 
@@ -65,7 +66,8 @@ class WeightBroadcast:
         """
         self.close()
         answers = [self._client.run(self._client.send(url, "/get_world_size")) for url in self._client.urls]
-        sizes = [int(answer.json()["world_size"]) for answer in answers]
+        with readable(" ".join(self._client.urls), "/get_world_size"):
+            sizes = [int(answer.json()["world_size"]) for answer in answers]
         create: Callable[[int], _NcclGroup | _GlooGroup] = partial(_GlooGroup, self._client.urls)
         if self._device.type == "cuda":
             create = partial(_NcclGroup, self._device)
@@ -198,7 +200,9 @@ def join_gloo(where: str, port: int, rank: int, world_size: int) -> Any:
         store = TCPStore(
             where, port, None, rank == 0, timeout, wait_for_workers=False, master_listen_fd=listener
         )
-    return ProcessGroupGloo(store, rank, world_size, timedelta(seconds=_GLOO_S))
+    group = ProcessGroupGloo(store, rank, world_size, timedelta(seconds=_GLOO_S))
+    close_group_ports()  # all members are connected
+    return group
 
 
 def _in_background(function: Callable[..., _Result], *arguments: Any) -> Future[_Result]:

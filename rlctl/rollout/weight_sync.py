@@ -18,7 +18,7 @@ from rlctl.rollout.completions import MERGE_LORA
 from rlctl.rollout.protocol import EngineContext, Policy, SavedAdapter
 from rlctl.rollout.replicas import Replicas
 from rlctl.rollout.server_access import ONE_TOKEN
-from rlctl.rollout.server_client import RETRY_S, SYNC_S, ServerClient
+from rlctl.rollout.server_client import RETRY_S, SYNC_S, ServerClient, readable
 from rlctl.rollout.weight_broadcast import WeightBroadcast
 from rlctl.rollout.weights import PublishedWeights, VersionedDir
 
@@ -180,7 +180,9 @@ class WeightSync:
                 self.lost.add(url)
 
     async def _tag(self, url: str) -> str:
-        return str((await self._client.send(url, "/weight_info")).json()["weight_version"])
+        answer = await self._client.send(url, "/weight_info")
+        with readable(url, "/weight_info"):
+            return str(answer.json()["weight_version"])
 
     async def _load(self, url: str, *, last: PublishedPaths, with_weights: bool) -> None:
         """Gives a server the newest weights; it has the `last` ones, unless it was restarted."""
@@ -213,13 +215,15 @@ class WeightSync:
         """
         deadline = time.monotonic() + SYNC_S
         while (answer := await self._client.send(url, "/reset_prefix_cache", {})).content:
-            if answer.json().get("success", True):
+            with readable(url, "/reset_prefix_cache"):
+                is_reset = answer.json().get("success", True)
+            if is_reset:
                 return
             if time.monotonic() > deadline:
-                what = (
+                message = (
                     f"the server kept cached blocks of older weights: requests used them for {SYNC_S:.0f} s"
                 )
-                raise RunFailure(what, where=url, fix="let no other client send requests to it")
+                raise RunFailure(message, where=url, fix="let no other client send requests to it")
             await asyncio.sleep(RETRY_S)
 
     async def pause(self, url: str) -> None:
@@ -233,8 +237,10 @@ class WeightSync:
                 url, "/v1/load_lora_adapter", {"lora_name": adapter, "lora_path": adapter}
             )
         except RunFailure as error:
-            models = (await self._client.send(url, "/v1/models")).json()["data"]
-            if any(model["id"] == adapter for model in models):  # loaded by another rank in the meantime
+            answer = await self._client.send(url, "/v1/models")
+            with readable(url, "/v1/models"):
+                names = [model["id"] for model in answer.json()["data"]]
+            if adapter in names:  # loaded by another rank in the meantime
                 return
             raise UsageError(
                 f"the adapter was not loaded: {error.what}", where=url, fix=MERGE_LORA

@@ -21,7 +21,7 @@ from rlctl import leftovers
 from rlctl.errors import RunFailure, UsageError
 from rlctl.files import apply_umask
 from rlctl.leftovers import SHARED_MEMORY
-from rlctl.rollout.protocol import ExpectedWeights
+from rlctl.rollout.expected_weights import ExpectedWeights
 
 #: Weights are written in files of about this size, so that at most this much is held in memory twice.
 SHARD_BYTES = 2 * 2**30
@@ -52,8 +52,8 @@ class VersionedDir:
             if is_shared:
                 self._root.chmod(0o755)
         except OSError as error:
-            what = f"cannot write weights there: {error.strerror}"
-            raise UsageError(what, where="rollout.server.weights_dir") from error
+            message = f"cannot write weights there: {error.strerror}"
+            raise UsageError(message, where="rollout.server.weights_dir") from error
         self._newest: Path | None = None
         self._before: Path | None = None
 
@@ -63,19 +63,19 @@ class VersionedDir:
         Raises:
             RunFailure: there is not enough space.
         """
-        target, part = self._root / name, self._root / "part"
-        shutil.rmtree(part, ignore_errors=True)
+        target, unfinished = self._root / name, self._root / "part"
+        shutil.rmtree(unfinished, ignore_errors=True)
         try:
-            part.mkdir()
-            fill(part)
-            apply_umask(part)  # engines on other nodes may run as another user
+            unfinished.mkdir()
+            fill(unfinished)
+            apply_umask(unfinished)  # engines on other nodes may run as another user
             shutil.rmtree(target, ignore_errors=True)
-            part.rename(target)
+            unfinished.rename(target)
         except (OSError, SafetensorError) as error:  # a full disk can raise either one
             reason = getattr(error, "strerror", None) or error
-            what = f"weights for the rollout engines cannot be written: {reason}"
+            message = f"weights for the rollout engines cannot be written: {reason}"
             fix = "free space there, or set rollout.server.weights_dir"
-            raise RunFailure(what, where=str(self._root), fix=fix) from error
+            raise RunFailure(message, where=str(self._root), fix=fix) from error
         if self._before and self._before != target:
             shutil.rmtree(self._before, ignore_errors=True)
         if self._newest != target:

@@ -15,7 +15,7 @@ from typing import Any
 
 from rlctl.data.schema import Message, Row, write_rows
 from rlctl.files import cache_root, cached_directory
-from rlctl.spec.model import RECIPE, EmbeddedRecipe
+from rlctl.run_spec.model import RECIPE, EmbeddedRecipe
 
 DATA_SOURCE = "embedded/addition"
 #: Note shown with responses of the task.
@@ -115,6 +115,20 @@ def paths(entry: Path) -> EmbeddedTask:
 def problem(a: int, b: int) -> Problem:
     """Prompt and answer of a + b for two-digit a and b: `problem(12, 34) == ("12+34=", "640")`."""
     return f"{a:02d}+{b:02d}=", f"{a + b:03d}"[::-1]
+
+
+def example_row() -> Row:
+    """A row of the task as it is read from its file, for checks before the task is built."""
+    prompt, answer = problem(12, 34)
+    extra = {"split": "train", "index": 0, "answer": "", "question": ""}
+    return Row(
+        DATA_SOURCE,
+        (Message("user", prompt),),
+        answer,
+        ability="maths",
+        extra=extra,
+        where="the built-in task",
+    )
 
 
 def split(num_val: int) -> tuple[list[Problem], list[Problem]]:

@@ -14,11 +14,11 @@ from typing import TYPE_CHECKING, Any
 from rlctl.data.schema import Message, Row, write_rows
 from rlctl.environment.guess_number import NUMBERS, PROMPT, GuessNumber
 from rlctl.files import cache_root, cached_directory
-from rlctl.spec.model import EOS, GAME, RECIPE
+from rlctl.run_spec.model import EOS, GAME, RECIPE
 from rlctl.tiny.embedded import EmbeddedTask, build_files, ensure_embedded, paths
 
 if TYPE_CHECKING:
-    from rlctl.spec.run_spec import RunSpec
+    from rlctl.run_spec.run_spec import RunSpec
 
 #: Shows the message, and the end of the policy's turns.
 CHAT_TEMPLATE = (

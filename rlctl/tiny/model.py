@@ -22,7 +22,7 @@ from torch.optim.lr_scheduler import LambdaLR
 from transformers import GenerationConfig, LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
 from rlctl.errors import RunFailure
-from rlctl.spec.model import EOS, PAD, RESPONSE_LENGTH, UNK, VOCABULARY, EmbeddedRecipe
+from rlctl.run_spec.model import EOS, PAD, RESPONSE_LENGTH, UNK, VOCABULARY, EmbeddedRecipe
 
 #: Renders only the message contents.
 CHAT_TEMPLATE = "{% for message in messages %}{{ message['content'] }}{% endfor %}"

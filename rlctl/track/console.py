@@ -83,6 +83,7 @@ class ConsoleSink:
         is_stopping: returns whether a stop was requested; shown in the panel's title.
         plain: plain lines on a terminal too, like `RLCTL_PLAIN=1`.
         began_ago: seconds since the run began, for a run in another process.
+        phase: what that run does now, in words.
     """
 
     name = "console"
@@ -97,10 +98,11 @@ class ConsoleSink:
         *,
         plain: bool = False,
         began_ago: float = 0.0,
+        phase: str = "",
     ) -> None:
         self._title = title
         self._is_stopping = is_stopping
-        self._phase = ""
+        self._phase = visible(phase, keep="")
         self._total = total_steps or math.inf  # not known
         self._clock = time.monotonic
         self._start = self._clock() - began_ago
@@ -117,6 +119,8 @@ class ConsoleSink:
                 get_renderable=self._render, console=console, refresh_per_second=REFRESH_PER_SECOND
             )
             self._live.start(refresh=True)
+        else:
+            self._phase = ""  # `show_phase` prints it
 
     def log(self, step: int, metrics: Mapping[str, float], *, ago: float = 0.0) -> None:
         """Shows a step that ended `ago` seconds ago. Takes microseconds, because another thread draws."""
@@ -144,6 +148,12 @@ class ConsoleSink:
         """Shows the current phase; phases without a name in `PHASES` are ignored."""
         self._phase = PHASES.get(phase, self._phase)
 
+    def show_phase(self, text: str) -> None:
+        """Shows the phase of a run in another process, in words; plain lines only before its first step."""
+        if text != self._phase and self._live is None and not self._state.metrics:
+            self._write(visible(text, keep=""))
+        self._phase = visible(text, keep="")
+
     def note(self, text: str) -> None:
         """Prints a line above the panel."""
         if self._live is not None:
@@ -154,7 +164,7 @@ class ConsoleSink:
     def close(self, status: str) -> None:
         """Draws the last state and restores the terminal."""
         if status == "watched":  # stop the clock at the last step
-            last = self._state.times[-1]
+            self._phase, last = "", self._state.times[-1]
             self._clock = lambda: last
         if self._live is not None:
             self._live.stop()
@@ -199,7 +209,8 @@ class ConsoleSink:
             ProgressBar(total=max(self._total, 1), completed=state.step),
             Text(f"elapsed {clock(now - self._start)}{remaining}"),
         )
-        parts = [head, self._reward_line(state), _numbers(state.metrics), self._phase_line(state.metrics)]
+        numbers = (self._reward_line(state), _numbers(state.metrics)) if state.metrics else ()
+        parts = [head, *numbers, self._phase_line(state.metrics)]
         if self._is_stopping() and not finished:
             parts.append(Text(_STOPPING, style="bold yellow"))
         body = Group(*(part for part in parts if part is not None))

@@ -5,13 +5,14 @@ from __future__ import annotations
 import re
 import time
 from collections.abc import Mapping
+from typing import Any
 
 from mlflow.entities import Metric, Param
 from mlflow.tracking import MlflowClient
 
 from rlctl.files import write_text
-from rlctl.spec.keys import flat
-from rlctl.track.sink import SinkInputs
+from rlctl.run_spec.keys import flat
+from rlctl.track.sink import SAMPLES, SinkInputs
 
 _RUN_ID_FILE = ".mlflow_run_id"
 #: Limits of MLflow servers: metrics and parameters per request, characters of a parameter value.
@@ -48,6 +49,11 @@ class MlflowSink:
         found = [Metric(_UNKNOWN.sub("_", key), float(value), now, step) for key, value in metrics.items()]
         for first in range(0, len(found), _MAX_METRICS):
             self._client.log_batch(self._id, metrics=found[first : first + _MAX_METRICS])
+
+    def log_samples(self, step: int, rows: list[dict[str, Any]]) -> None:
+        """Stores a table of responses as an artifact of the step."""
+        columns = {name: [row[name] for row in rows] for name in (rows[0] if rows else ())}
+        self._client.log_table(self._id, columns, f"{SAMPLES}/step_{step:06d}.json")
 
     def close(self, status: str) -> None:
         """Sends the final status of the run."""

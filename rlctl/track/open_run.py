@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, Literal
 import psutil
 
 from rlctl.errors import UsageError, first_line
-from rlctl.metric_names import validation_rewards
+from rlctl.metric_names import best_validation, validation_rewards
 from rlctl.track.jsonl import METRICS_FILE, decode_line
 from rlctl.track.run_dir import (
     ENVIRONMENT_FILE,
@@ -20,13 +20,15 @@ from rlctl.track.run_dir import (
     HOLDER_FILE,
     SPEC_FILE,
     SUMMARY_FILE,
+    heartbeat_file,
     read_mapping,
+    typed,
 )
 
 if TYPE_CHECKING:
     import pyarrow as pa
 
-    from rlctl.spec.run_spec import RunSpec
+    from rlctl.run_spec.run_spec import RunSpec
 
 State = Literal["running", "finished", "interrupted", "stopped", "failed", "died", "empty"]
 
@@ -48,13 +50,13 @@ class RunRecord:
         Raises:
             SpecError: `spec.yaml` is missing or is not a spec.
         """
-        from rlctl.spec.load import recorded_spec
+        from rlctl.run_spec.load import recorded_spec
 
         return recorded_spec(self.path / SPEC_FILE)
 
     @property
     def state(self) -> State:
-        """`finished`, `stopped` by the guardrails, `interrupted`, `running`, `failed`, `died` or `empty`."""
+        """As `RunState.state`."""
         return read_state(self.path).state
 
     @property
@@ -71,6 +73,19 @@ class RunRecord:
     def checkpoints(self) -> list[Path]:
         """Complete checkpoints, oldest first; `model/` in each is a Hugging Face model directory."""
         return sorted((self.path / "checkpoints").glob("step_*[0-9]"))
+
+    @property
+    def best_step(self) -> int:
+        """The step with the best validation.
+
+        Raises:
+            UsageError: no trained weights were validated.
+        """
+        best = best_validation(self.rows())
+        if best is None:
+            fix = "train with data.val_files and trainer.test_freq, or give a number"
+            raise UsageError("no validation tells which step is the best", where=str(self.path), fix=fix)
+        return best[0]
 
     def metrics(self) -> pa.Table:
         """Metrics with one row per logged step and one float64 column per metric; null if not logged.
@@ -112,7 +127,7 @@ class RunRecord:
         import pyarrow as pa
         import pyarrow.parquet as pq
 
-        files = sorted((self.path / "rollouts").glob("*.parquet"))
+        files = sorted(file for file in (self.path / "rollouts").glob("*.parquet") if file.is_file())
         if not files:
             raise UsageError(
                 "the run saved no rollouts",
@@ -124,8 +139,8 @@ class RunRecord:
                 (pq.read_table(file, **options) for file in files), promote_options="default"
             )
         except (OSError, pa.ArrowInvalid) as error:
-            what, fix = f"the rollouts cannot be read: {first_line(error)}", "move damaged files aside"
-            raise UsageError(what, where=str(self.path / "rollouts"), fix=fix) from error
+            message, fix = f"the rollouts cannot be read: {first_line(error)}", "move damaged files aside"
+            raise UsageError(message, where=str(self.path / "rollouts"), fix=fix) from error
 
     def rows(self) -> list[dict[str, Any]]:
         """The rows of `metrics.jsonl` as logged; an incomplete last line is ignored.
@@ -137,8 +152,8 @@ class RunRecord:
         try:
             lines = file.read_bytes().splitlines()  # bytes: `str.splitlines` splits at more separators
         except OSError as error:
-            what = f"the metrics cannot be read: {error.strerror}"
-            raise UsageError(what, where=str(file)) from error
+            message = f"the metrics cannot be read: {error.strerror}"
+            raise UsageError(message, where=str(file)) from error
         rows = []
         for number, line in enumerate(lines, start=1):
             try:
@@ -155,11 +170,26 @@ def open_run(path: str | Path) -> RunRecord:
     Raises:
         UsageError: the path is not a run directory.
     """
-    from rlctl.spec.load import spec_file_of
+    from rlctl.run_spec.load import spec_file_of
 
     if not isinstance(path, str | Path):
         raise UsageError(f"is a {type(path).__name__}", where="path", fix="give the path of a run directory")
     return RunRecord(spec_file_of(Path(path).expanduser()).parent)
+
+
+def chosen_step(run_dir: str | Path, step: int | str | None) -> int | None:
+    """The number of a step that is given as a number or as `best`; None stays None.
+
+    Raises:
+        UsageError: it is neither, or no validation tells which step is the best.
+    """
+    if step == "best":
+        return open_run(run_dir).best_step
+    if step is None or isinstance(step, int):
+        return step
+    if not step.isdecimal():
+        raise UsageError(f"not a step: {step}", where="--step", fix="give its number, or best")
+    return int(step)
 
 
 def log_ratios(row: Mapping[str, Any]) -> list[float]:
@@ -176,7 +206,7 @@ def spans(row: Mapping[str, Any]) -> list[tuple[int, range]]:
     sampled token on. What was not sampled, such as output of tools, has the number −1."""
     turns = row["turn"]
     start = row["sampled"].index(True) if True in row["sampled"] else len(turns)
-    edges = [place for place in range(start + 1, len(turns)) if turns[place] != turns[place - 1]]
+    edges = [index for index in range(start + 1, len(turns)) if turns[index] != turns[index - 1]]
     bounds = pairwise([start, *edges, len(turns)]) if start < len(turns) else ()
     return [(turns[first], range(first, last)) for first, last in bounds]
 
@@ -190,8 +220,8 @@ class RunState:
     model: str  # `model.path` of its spec
     step: int  # number of batches trained on
     total_steps: int | None  # of the whole run; None if unknown before its end
-    #: `finished`: all steps are done. `interrupted`: Ctrl-C, SIGTERM. `stopped`: by the guardrails. `failed`:
-    #: with an error, see `reason`. `died`: killed without a message. `empty`: no step logged
+    #: `finished`: all steps are done. `interrupted`: Ctrl-C, SIGTERM. `stopped`: early or by the guardrails.
+    #: `failed`: with an error, see `reason`. `died`: killed without a message. `empty`: no step logged
     state: State
     reason: str | None  # why it failed or was stopped
     reward: float | None  # mean of the last step
@@ -214,15 +244,15 @@ def run_named(name: str, root: Path, *, whole: bool = False) -> Path:
     """
     if name == "-" or Path(name).exists():
         return Path(name)
-    found = [path for path in _run_dirs(root) if name in str(path)]
-    exact = [path for path in found if path.name == name]
+    candidates = [path for path in _run_dirs(root) if name in str(path)]
+    exact = [path for path in candidates if path.name == name]
     if exact or whole:
-        found = exact
-    if len(found) > 1:
-        shown = ", ".join(map(str, found[:5])) + (", …" if len(found) > 5 else "")
-        what = f"{len(found)} runs have this in their names: {shown}"
-        raise UsageError(what, where=name, fix="write more of it")
-    return found[0] if found else Path(name)
+        candidates = exact
+    if len(candidates) > 1:
+        shown = ", ".join(map(str, candidates[:5])) + (", …" if len(candidates) > 5 else "")
+        message = f"{len(candidates)} runs have this in their names: {shown}"
+        raise UsageError(message, where=name, fix="write more of it")
+    return candidates[0] if candidates else Path(name)
 
 
 def read_state(run_dir: Path) -> RunState:
@@ -232,7 +262,7 @@ def read_state(run_dir: Path) -> RunState:
     environment = read_mapping(run_dir / ENVIRONMENT_FILE)
     last, validation = _last_rows(run_dir / METRICS_FILE)
     step = last.get("step", 0)
-    stopped = summary.get("guardrails", {}).get("stopped_because")
+    stopped = typed(summary, "early_stop", str) or typed(summary, "guardrails", dict).get("stopped_because")
     state: State
     reason = None
     if is_running(run_dir):
@@ -246,11 +276,13 @@ def read_state(run_dir: Path) -> RunState:
     elif stopped:
         state, reason = "stopped", str(stopped)
     else:
-        state = "interrupted" if summary["interrupted"] else "finished"
-    trainer, model = spec.get("trainer") or {}, spec.get("model") or {}
+        state = "interrupted" if summary.get("interrupted") else "finished"
+    trainer, model = typed(spec, "trainer", dict), typed(spec, "model", dict)
     # The environment is of the last start; the summary may be of an earlier one with another number.
-    total = (
-        environment.get("total_steps") or summary.get("total_steps") or trainer.get("total_training_steps")
+    totals = (
+        typed(environment, "total_steps", int),
+        typed(summary, "total_steps", int),
+        typed(trainer, "total_training_steps", int),
     )
     reward = last.get(_REWARD)
     return RunState(
@@ -258,12 +290,12 @@ def read_state(run_dir: Path) -> RunState:
         preset=_presets(environment.get("command")) or str(trainer.get("experiment_name", "")),
         model=str(model.get("path", "")),
         step=step,
-        total_steps=total,
+        total_steps=next(filter(None, totals), None),
         state=state,
         reason=reason,
         reward=None if reward is None else float(reward),
         validation=validation,
-        started=environment.get("time"),
+        started=typed(environment, "time", str) or None,
     )
 
 
@@ -284,7 +316,7 @@ def _last_rows(path: Path) -> tuple[dict[str, Any], dict[str, float]]:
     """The last complete row, and the rewards of the last validation."""
     last: dict[str, Any] = {}
     try:
-        lines = path.read_bytes().splitlines()
+        lines = path.read_bytes().splitlines() if path.is_file() else []  # a pipe would block
     except OSError:
         return last, {}
     for line in reversed(lines):
@@ -300,6 +332,11 @@ def _last_rows(path: Path) -> tuple[dict[str, Any], dict[str, float]]:
     return last, {}
 
 
+def phase_of(run_dir: Path) -> str:
+    """What a run that is running does now, in words: `loading …`, or `step 3, sampling`."""
+    return typed(read_mapping(heartbeat_file(run_dir, 0)), "place", str) or "starting"
+
+
 def is_running(run_dir: Path) -> bool:
     """Whether the process that locked the run is alive; a process on another host is assumed to be alive."""
     path = run_dir / HOLDER_FILE
@@ -311,7 +348,7 @@ def is_running(run_dir: Path) -> bool:
     try:
         process = psutil.Process(int(holder["pid"]))
         return process.create_time() <= path.stat().st_mtime + 1 and process.status() != psutil.STATUS_ZOMBIE
-    except (psutil.Error, OSError, KeyError, ValueError):
+    except (psutil.Error, OSError, KeyError, ValueError, TypeError, OverflowError):
         return False
 
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 import re
 import tomllib
 from collections.abc import Mapping, Sequence
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -20,20 +21,78 @@ _PATTERNS = {
         Path(__file__).with_suffix(".toml").read_text(encoding="utf-8")
     ).items()
 }
-_QUERY = re.compile(r"([?&;]([\w.-]+)=)([^&;#\s\"']+)")
-# W&B's classic keys have the format of a git commit: 40 hexadecimal digits. Values of commit keys are kept.
-_HEX40 = re.compile(r"(?<![0-9a-fA-F/@])[0-9a-f]{40}(?![0-9a-fA-F])")
-_COMMIT_KEY = re.compile(r"(revision|commit|sha|hash)$", re.IGNORECASE)
+_QUOTED = r"""(?P<quote>\\*["']).*?(?P=quote)"""
+#: A value of JSON, YAML or Python, and what may follow a key in a sentence.
+_VALUE = rf"""(?P<value>{_QUOTED}|\[[^\]]*\]|\{{[^}}]*\}}|[^\s"'\\,;&\]}}]+)"""
+#: `"key": value` of JSON and Python, with escaped quotes too.
+_IN_QUOTES = re.compile(
+    rf"""(?P<before>(?P<around>\\*["'])(?P<key>[\w.-]+)(?P=around)[ \t]*[:=][ \t]*){_VALUE}"""
+)
+#: `key: value` of YAML, settings, headers and sentences; `key="value"` of shells.
+_PLAIN = re.compile(
+    r"""(?P<before>(?<![\w.-])(?P<key>[A-Za-z_][\w.-]*)(?:[ \t]*:[ \t]*|[ \t]+=[ \t]*|=(?=\\*["'])))"""
+    + _VALUE
+)
+#: What comes before a secret, and the secret.
+_PLACES = [
+    re.compile(pattern, re.IGNORECASE)
+    for pattern in (
+        r"""(authorization\\*["']?\s*[:=]\s*\\*["']?(?:[a-z][\w-]*[ ]+(?=\S))?)([^\s"'\\]+)""",
+        r"""(cookie\s*:\s*)([^\r\n"']+)""",
+        r"""(\bmachine\s+\S+\s+(?:(?:login|account)\s+\S+\s+)*password\s+)(\S+)""",  # .netrc
+        r"""((?:^|\s)(?:-u|--user|--proxy-user)[ =]["']?[^\s:"']+:)([^\s"']+)""",  # curl
+    )
+]
+_NO_VALUES = frozenset({"", "null", "none", "true", "false", "~", MASK})
+_QUERY = re.compile(r"((?:^|[?&;,\s])([\w.-]+)=)([^&;#\s\"']+)")
+# W&B's classic keys have the format of a git commit, Azure's that of an MD5 sum; those are kept by their key.
+_HEX = re.compile(r"(?<![0-9a-fA-F/@-])(?:[0-9a-f]{40}|[0-9a-fA-F]{32})(?![0-9a-fA-F-])")
+_DIGEST_KEY = re.compile(r"(revision|commit|sha\d*|hash|md5|digest|checksum|etag|uuid|id)$", re.IGNORECASE)
+#: Random bytes in Base64, as the secret keys of AWS and Azure; shorter ones are like ordinary names.
+_BASE64 = re.compile(r"(?<![A-Za-z0-9+/])[A-Za-z0-9+/]{40,}={0,2}(?![A-Za-z0-9+/=])")
+#: From a kind of letter to the next: small to capital, and to and from digits.
+_ODD_CHANGES = frozenset({"aA", "A0", "0A", "a0", "0a"})
+#: Last words of keys that are no secrets after one of the plain words.
+_WITH_PLAIN_MEANING = ("token", "key", "pass")
+#: A metric, such as pass@8.
+_RATE = re.compile(r"(.*_)?pass(es)?_?\d+")
+_COUNTED, _SMALL = re.compile("keys|tokens", re.IGNORECASE), re.compile(r"\d{1,3}")
 _ASSIGNMENT = re.compile(r"(\s*-{0,2}\s*([\w.-]+)\s*[:=]\s*)(.*)", re.DOTALL)
 
 
 def redact(text: str, key: str = "") -> str:
     """Returns `text` without secrets; `key` is the key whose value `text` is, if any."""
-    if _is_secret(key):
+    if _is_secret(key) and not _is_count(key, text):
         return MASK if text.strip() not in {"", "null", "None"} else text
+    for place in _PLACES:
+        text = place.sub(rf"\g<1>{MASK}", text)
+    text = _IN_QUOTES.sub(lambda found: _masked(found, _is_secret(found["key"])), text)
+    text = _PLAIN.sub(
+        lambda found: _masked(found, _is_secret_in_text(*found.group("key", "before", "value"))), text
+    )
     text = _QUERY.sub(lambda found: found[1] + (MASK if _is_secret(found[2], "key|sig") else found[3]), text)
     text = _PATTERNS["secret_values"].sub(MASK, text)
-    return text if _COMMIT_KEY.search(key) else _HEX40.sub(MASK, text)
+    if _DIGEST_KEY.search(key):
+        return text
+    text = _BASE64.sub(lambda found: MASK if _is_random(found[0]) else found[0], text)
+    return _HEX.sub(MASK, text)
+
+
+def _masked(found: re.Match[str], is_secret: bool) -> str:
+    """The text of a match, with the mask for its value if that is a secret."""
+    value, quote = found["value"], found["quote"] or ""
+    if not is_secret or value.strip("\\\"'").lower() in _NO_VALUES:
+        return found[0]
+    return f"{found['before']}{quote}{MASK}{quote}"
+
+
+def _is_secret_in_text(key: str, before: str, value: str) -> bool:
+    """Whether the value of a key in a text, which may be a sentence, is a secret."""
+    if not _is_secret(key) or key.lower().endswith("authorization"):  # its scheme is none
+        return False
+    if not _PATTERNS["ordinary_words"].fullmatch(key) or before == f"{key}=":
+        return True
+    return bool(re.fullmatch(r"(?=.*\d)(?=.*[A-Za-z])[\w+=-]{8,}", value))
 
 
 def redact_command(argv: Sequence[str]) -> list[str]:
@@ -54,7 +113,7 @@ def redact_tree(value: Any, key: str = "", *, is_secret: bool = False) -> Any:
         return {k: redact_tree(v, str(k), is_secret=is_secret) for k, v in value.items()}
     if isinstance(value, list | tuple):
         return [redact_tree(item, key, is_secret=is_secret) for item in value]
-    if is_secret:
+    if is_secret and not _is_count(key, value):
         return value if value is None or value == "" or isinstance(value, bool) else MASK
     return redact(value, key) if isinstance(value, str) else value
 
@@ -66,13 +125,34 @@ def is_masked(value: Any) -> bool:
 
 def _is_secret(key: str, also: str = r"\0") -> bool:
     """Whether values of a key are secrets; `also` matches further secret names."""
-    own = re.sub(r"(?<=[a-z0-9])(?=[A-Z])", "_", key.rpartition(".")[2]).lower()
-    *before, last = re.split(r"[_-]+", own)
-    is_plain = bool(before) and _PATTERNS["plain_words"].fullmatch(before[-1]) is not None
-    if last in {"key", "keys"} and before:
-        return not is_plain
-    found = _PATTERNS["secret_words"].fullmatch(last) or re.match(also, last)
-    return found is not None and not (last.startswith("token") and is_plain)
+    *above, own = re.sub(r"(?<=[a-z0-9])(?=[A-Z])", "_", key).lower().split(".")
+    if above and _PATTERNS["form_words"].fullmatch(own):
+        own = above[-1]
+    words = re.split(r"[_-]+", own)
+    while len(words) > 1 and _PATTERNS["form_words"].fullmatch(words[-1]) and not _RATE.fullmatch(own):
+        words.pop()
+    *before, last = words
+    if not _RATE.fullmatch(own):
+        last = last.rstrip("0123456789")
+    if before and _PATTERNS["plain_words"].fullmatch(before[-1]) and last.startswith(_WITH_PLAIN_MEANING):
+        return False
+    secret = _PATTERNS["secret_words"]
+    return bool(secret.fullmatch(last) or secret.fullmatch("".join(words[-2:])) or re.match(also, last))
+
+
+def _is_count(key: str, value: Any) -> bool:
+    """Whether it is a small number of keys or tokens, no secret."""
+    return bool(_COUNTED.fullmatch(key.rpartition(".")[2]) and _SMALL.fullmatch(str(value)))
+
+
+def _is_random(text: str) -> bool:
+    """Whether capitals, small letters and digits alternate as in random text.
+
+    The start of a word, a capital before a small letter, and the parts of a path do not count.
+    """
+    kinds = re.sub("[0-9]", "0", re.sub("[A-Z]", "A", re.sub("[a-z]", "a", text)))
+    changes = sum(first + then in _ODD_CHANGES for first, then in pairwise(kinds))
+    return {"A", "a", "0"} <= set(kinds) and changes >= len(text) / 5
 
 
 def _redact_assignment(text: str) -> str:

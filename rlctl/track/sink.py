@@ -6,9 +6,12 @@ import queue
 import threading
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any, Protocol
 
+#: Name of the table of responses.
+SAMPLES = "completions"
 #: Maximum number of queued steps; a sink that is further behind is disabled.
 MAX_WAITING = 10_000
 #: Seconds in which a sink must process the queue when the run ends.
@@ -20,6 +23,8 @@ class Sink(Protocol):
 
     A display may also have the methods `note(text)`, which shows a line to the user, and
     `begin_phase(phase)`, which shows a phase of `timing_s/*`, and the attribute `is_live`: it draws a panel.
+    A destination of texts may have `log_samples(step, rows)`: a table of responses, one mapping per row with
+    the same keys.
     Messages use its attribute `name`, or the name of its class.
     """
 
@@ -54,7 +59,7 @@ class BackgroundSink:
     def __init__(self, sink: Sink) -> None:
         self.name = name_of(sink)
         self._sink = sink
-        self._steps: queue.Queue[tuple[int, Mapping[str, float]] | str] = queue.Queue(MAX_WAITING)
+        self._steps: queue.Queue[Callable[[], None] | str] = queue.Queue(MAX_WAITING)
         self._error: Exception | None = None
         self._thread = threading.Thread(target=self._work, name=f"tracker {self.name}", daemon=True)
         self._thread.start()
@@ -66,7 +71,12 @@ class BackgroundSink:
             Exception: the sink's exception from an earlier step.
             TimeoutError: the queue is full.
         """
-        self._put((step, dict(metrics)))
+        self._put(partial(self._sink.log, step, dict(metrics)))
+
+    def log_samples(self, step: int, rows: list[dict[str, Any]]) -> None:
+        """Adds a table of responses to the thread's queue; raises as `log`."""
+        if hasattr(self._sink, "log_samples"):
+            self._put(partial(self._sink.log_samples, step, rows))
 
     def close(self, status: str) -> None:
         """Waits until the sink has processed all steps and is closed, at most `CLOSE_S` seconds.
@@ -85,7 +95,7 @@ class BackgroundSink:
         if self._error:
             raise self._error
 
-    def _put(self, entry: tuple[int, Mapping[str, float]] | str) -> None:
+    def _put(self, entry: Callable[[], None] | str) -> None:
         if self._error:
             raise self._error
         try:
@@ -96,7 +106,7 @@ class BackgroundSink:
     def _work(self) -> None:
         try:
             while not isinstance(entry := self._steps.get(), str):
-                self._sink.log(*entry)
+                entry()
             self._sink.close(entry)
         except Exception as error:
             self._error = error

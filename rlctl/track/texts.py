@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
+from rlctl.extras import first_missing
+from rlctl.registry import PartWarning
 from rlctl.track.open_run import RunRecord
 
 #: Text of some token ids.
@@ -12,13 +15,19 @@ Decoder = Callable[[Sequence[int]], str]
 
 
 def decoder_of(record: RunRecord) -> Decoder | None:
-    """Decoder of the tokenizer of a checkpoint or the model directory; None without a `tokenizer.json`."""
-    from tokenizers import Tokenizer
+    """Decoder of the tokenizer of a checkpoint or the model directory; None without a `tokenizer.json`.
 
+    None, with a warning, also without the package that reads it.
+    """
     folders = [path / "model" for path in reversed(record.checkpoints)] or [Path(record.spec.model.path)]
     file = next(filter(Path.is_file, (folder / "tokenizer.json" for folder in folders)), None)
     if file is None:
         return None
+    if missing := first_missing("tokenizers"):
+        warnings.warn(f"responses are not divided into tokens: {missing}", PartWarning, stacklevel=2)
+        return None
+    from tokenizers import Tokenizer
+
     tokenizer = Tokenizer.from_file(str(file))
     return lambda ids: str(tokenizer.decode(list(ids), skip_special_tokens=False))
 
@@ -26,13 +35,13 @@ def decoder_of(record: RunRecord) -> Decoder | None:
 def pieces(ids: Sequence[int], decode: Decoder) -> list[str]:
     """Text that each token adds. A token that ends within a character adds ""; the next one adds it all."""
     texts, start, shown = [], 0, ""
-    for place in range(len(ids)):
-        text = decode(ids[start : place + 1])
+    for index in range(len(ids)):
+        text = decode(ids[start : index + 1])
         if text.endswith("\ufffd"):
             texts.append("")
             continue
         texts.append(text[len(shown) :])
         shown = text
-        if place - start >= 16:  # keep the last token as context: decoding may depend on the previous token
-            start, shown = place, decode(ids[place : place + 1])
+        if index - start >= 16:  # keep the last token as context: decoding may depend on the previous token
+            start, shown = index, decode(ids[index : index + 1])
     return texts

@@ -6,7 +6,7 @@ import logging
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
-from typing import Literal, Self
+from typing import Any, Literal, Self
 
 from rlctl.errors import UsageError, steps_in_words, typed_line, visible
 from rlctl.registry import TRACKERS
@@ -62,6 +62,15 @@ class Tracker:
         for sink in tuple(self._extras):
             try:
                 sink.log(step, dict(metrics))  # a tracker may change what it gets
+            except Exception as error:
+                self._drop(sink, error)
+
+    def log_samples(self, step: int, rows: list[dict[str, Any]]) -> None:
+        """Gives the trackers that show texts a table of responses, before the metrics of the same step."""
+        for sink in tuple(self._extras):
+            try:
+                if hasattr(sink, "log_samples"):
+                    sink.log_samples(step, rows)
             except Exception as error:
                 self._drop(sink, error)
 
@@ -147,14 +156,16 @@ def build_tracker(loggers: Sequence[str], inputs: SinkInputs) -> Tracker:
     extras: list[Sink] = []
     warnings: list[str] = []
     if missing := sorted(set(range(1, inputs.start_step + 1)) - set(logged)):
-        what = f"{METRICS_FILE} has no readable line of {steps_in_words(missing)}, which this run has trained"
-        warnings.append(f"warning: {what}; summary and guardrails continue without them")
+        message = (
+            f"{METRICS_FILE} has no readable line of {steps_in_words(missing)}, which this run has trained"
+        )
+        warnings.append(f"warning: {message}; summary and guardrails continue without them")
     # The console starts last, so that the start-up output of other sinks stays above the live display.
     for name in sorted(loggers, key=lambda name: name == "console"):
         try:
             sink: Sink = TRACKERS[name](inputs)
-            if what := missing_methods(sink, "log", "close"):
-                raise TypeError(what)
+            if message := missing_methods(sink, "log", "close"):
+                raise TypeError(message)
             extras.append(sink)
         except UsageError:
             raise
@@ -210,8 +221,8 @@ def tensorboard(inputs: SinkInputs) -> Sink:
 
 
 def _dropped(name: str, error: Exception) -> str:
-    what = f"{name} failed and is disabled, training continues"
-    return f"warning: {what} ({_brief(error)}); metrics.jsonl has all metrics"
+    message = f"{name} failed and is disabled, training continues"
+    return f"warning: {message} ({_brief(error)}); metrics.jsonl has all metrics"
 
 
 def _brief(error: Exception) -> str:

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from typing import Any
 
 import trackio
+from pandas import DataFrame
 
-from rlctl.track.sink import SinkInputs
+from rlctl.track.sink import SAMPLES, SinkInputs
 
 
 class TrackioSink:
@@ -26,6 +28,10 @@ class TrackioSink:
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
         """Queues one step."""
         self._run.log(dict(metrics), step=step)
+
+    def log_samples(self, step: int, rows: list[dict[str, Any]]) -> None:
+        """Queues a table of responses."""
+        self._run.log({SAMPLES: trackio.Table(dataframe=DataFrame(rows))}, step=step)
 
     def close(self, status: str) -> None:
         """Writes the queued steps."""

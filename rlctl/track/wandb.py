@@ -1,15 +1,21 @@
-"""Weights & Biases tracker. W&B reads `WANDB_MODE`, `WANDB_API_KEY`, `WANDB_BASE_URL` … itself."""
+"""Weights & Biases tracker. W&B reads `WANDB_MODE`, `WANDB_API_KEY`, `WANDB_BASE_URL` … itself.
+
+It also reads the user's `~/.config/wandb/settings`, but no settings in the working or the run directory.
+"""
 
 from __future__ import annotations
 
+import contextlib
 import secrets
+import tempfile
 from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 import wandb
 
 from rlctl.files import write_text
-from rlctl.track.sink import SinkInputs
+from rlctl.track.sink import SAMPLES, SinkInputs
 
 #: Time limits of W&B in seconds: start, login prompt, upload of the remaining data at the end.
 INIT_TIMEOUT, LOGIN_TIMEOUT, FINISH_TIMEOUT = 30.0, 30.0, 60.0
@@ -27,7 +33,10 @@ class WandbSink:
 
     def __init__(self, inputs: SinkInputs) -> None:
         settings = _settings()
-        wandb.setup(settings)  # the prompt for an API key reads its timeout only from here
+        with tempfile.TemporaryDirectory() as empty, contextlib.chdir(empty):
+            # W&B would also read `wandb/settings` in the working directory. It may be someone else's, and
+            # name the server that gets the API key. The prompt for a key reads its timeout only from here.
+            wandb.setup(settings)
         self._run = wandb.init(
             project=inputs.project,
             name=inputs.experiment,
@@ -41,6 +50,12 @@ class WandbSink:
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
         """Queues one step; W&B uploads in a separate process."""
         self._run.log(dict(metrics), step=step)
+
+    def log_samples(self, step: int, rows: list[dict[str, Any]]) -> None:
+        """Queues a table of responses."""
+        columns = list(rows[0]) if rows else []
+        table = wandb.Table(columns=columns, data=[[row[name] for name in columns] for row in rows])
+        self._run.log({SAMPLES: table}, step=step)
 
     def close(self, status: str) -> None:
         """Uploads remaining data for at most `FINISH_TIMEOUT` seconds; files stay for `wandb sync`."""

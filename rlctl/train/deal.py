@@ -11,71 +11,84 @@ their forward passes need no backward pass.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+import heapq
+from collections.abc import Callable
+from dataclasses import dataclass, fields, replace
+from typing import TypeAlias
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from rlctl.algos.segments import Segments
-from rlctl.batch import ModelInputs, TokenBatch, TokenLists
+from rlctl.batch import Level, ModelInputs, TokenBatch, TokenLists
 from rlctl.engine.layout import idle_inputs
 from rlctl.engine.ranks import Ranks
 
+Ints: TypeAlias = NDArray[np.int64]
 #: Largest share of a rank in a mini-batch, relative to the mean, at which groups are kept together.
 LARGEST = 1.05
 
 
 @dataclass(frozen=True, slots=True)
 class Dealt:
-    """An episode of any rank: what the assignment depends on, and the sizes of its columns."""
+    """K episodes of all ranks, by rank: what the assignment depends on, and the sizes of their columns.
 
-    mini: int
-    group: int
-    member: int
-    source: int  # the rank that sampled it
-    tokens: int
-    prompt: int  # tokens that it shares with its siblings
-    sampled: int
-    sequences: int
-    place: int  # index in its source's batch
+    All are (K,) int64.
+    """
 
-    def entries(self, level: str) -> int:
-        """Number of its entries in a column of a level, see `LEVELS`."""
-        return {"episode": 1, "sequence": self.sequences, "token": self.tokens, "sampled": self.sampled}[
-            level
-        ]
+    mini: Ints
+    group: Ints
+    member: Ints
+    source: Ints  # the rank that sampled it
+    place: Ints  # index in its source's batch
+    prompt: Ints  # tokens that it shares with its siblings
+    token: Ints  # number of tokens
+    sampled: Ints  # of them, the sampled ones
+    sequence: Ints  # number of sequences
+    episode: Ints  # 1
+
+    def entries(self, level: Level) -> Ints:
+        """(K,) number of entries in a column of this level."""
+        sizes: Ints = getattr(self, level)
+        return sizes
 
 
-def assigned(episodes: Sequence[Dealt], num_parts: int) -> list[int]:
-    """The part, of `num_parts`, of every episode."""
-    found: dict[tuple[int, int], int] = {}
+def assigned(episodes: Dealt, num_parts: int) -> Ints:
+    """(K,) the part, of `num_parts`, of every episode."""
+    parts = np.zeros_like(episodes.mini)
     totals = [0] * num_parts  # of all mini-batches so far, which decide between equal parts
-    for mini in sorted({one.mini for one in episodes}):
-        some = [one for one in episodes if one.mini == mini]
-        groups: dict[int, list[Dealt]] = {}
-        for one in some:
-            groups.setdefault(one.group, []).append(one)
-        parts, loads = _dealt(list(groups.values()), totals)
+    order = np.lexsort((episodes.member, episodes.group, episodes.mini))
+    for rows in np.split(order, _starts(episodes.mini[order])[1:]) if num_parts > 1 else ():
+        tokens, prompts = episodes.token[rows], episodes.prompt[rows]
+        starts = _starts(episodes.group[rows])
+        costs = tokens - prompts  # the first of a group computes the prompt
+        costs[starts] += prompts[starts]
+        of_groups, loads = _dealt(np.add.reduceat(costs, starts), totals)
+        chosen = np.repeat(of_groups, np.diff(starts, append=len(rows)))
         if max(loads) * num_parts > LARGEST * sum(loads):
-            parts, loads = _dealt([[one] for one in some], totals)
-        found |= parts
+            chosen, loads = _dealt(tokens, totals)
+        parts[rows] = chosen
         totals = [sum(pair) for pair in zip(totals, loads, strict=True)]
-    return [found[one.group, one.member] for one in episodes]
+    return parts
 
 
-def _dealt(units: list[list[Dealt]], totals: list[int]) -> tuple[dict[tuple[int, int], int], list[int]]:
-    """Part of each episode by group and member, and the tokens of each part."""
-    loads, found = [0] * len(totals), dict[tuple[int, int], int]()
+def _starts(column: Ints) -> Ints:
+    """Places at which a value follows another one, and 0."""
+    return np.flatnonzero(np.diff(column, prepend=column[:1] - 1))
 
-    def cost(unit: list[Dealt]) -> int:
-        return sum(one.tokens for one in unit) - sum(one.prompt for one in unit[1:])
 
-    for unit in sorted(units, key=lambda unit: (-cost(unit), unit[0].group, unit[0].member)):
-        part = min(range(len(loads)), key=lambda part: (loads[part], totals[part], part))
-        loads[part] += cost(unit)
-        found |= {(one.group, one.member): part for one in unit}
-    return found, loads
+def _dealt(costs: Ints, totals: list[int]) -> tuple[Ints, list[int]]:
+    """The part of each unit (u,), whose costs are in tokens, and the tokens of each part."""
+    parts, loads = np.empty_like(costs), [0] * len(totals)
+    lightest = [(0, total, part) for part, total in enumerate(totals)]
+    heapq.heapify(lightest)
+    for unit in np.argsort(-costs, kind="stable").tolist():
+        load, total, part = lightest[0]
+        parts[unit], loads[part] = part, load + int(costs[unit])
+        heapq.heapreplace(lightest, (loads[part], total, part))
+    return parts, loads
 
 
 def deal(batch: TokenBatch, ranks: Ranks, groups_per_mini: int, group_size: int = 1) -> TokenBatch:
@@ -87,47 +100,65 @@ def deal(batch: TokenBatch, ranks: Ranks, groups_per_mini: int, group_size: int 
             g // groups_per_mini.
         group_size: ranks of a sequence-parallel group, which all get the same episodes.
     """
-    every = [one for part in ranks.exchange([_described(batch, ranks.rank, groups_per_mini)]) for one in part]
-    parts = assigned(every, ranks.world_size // group_size)
     if ranks.world_size > 1:
-        batch = _moved(batch, ranks, every, [[p * group_size + i for i in range(group_size)] for p in parts])
-    keys = list(zip(batch.group_ids.tolist(), batch.members.tolist(), strict=True))
-    return batch.pick(sorted(range(batch.num_episodes), key=keys.__getitem__))
+        described = ranks.all_gather(_described(batch, ranks.rank, groups_per_mini))
+        every = Dealt(*described.cpu().numpy().T)
+        parts = assigned(every, ranks.world_size // group_size)
+        batch = _moved(batch, ranks, every, parts, group_size)
+    return batch.pick(in_order(batch.group_ids, batch.members))
 
 
-def _described(batch: TokenBatch, rank: int, groups_per_mini: int) -> list[Dealt]:
-    sequences = batch.sequences_of_episodes
-    prompts = (batch.sequences.lengths - batch.units.sequence.lengths).tolist()
-    columns = (
-        batch.group_ids.tolist(),
-        batch.members.tolist(),
-        sequences.sum(batch.lengths).long().tolist(),
-        batch.units.episode.lengths.tolist(),
-        sequences.lengths.tolist(),
-        sequences.starts.tolist(),
-    )
-    return [
-        Dealt(g // groups_per_mini, g, m, rank, tokens, prompts[start] if count else 0, sampled, count, place)
-        for place, (g, m, tokens, sampled, count, start) in enumerate(zip(*columns, strict=True))
-    ]
+def in_order(group_ids: Tensor, members: Tensor) -> Tensor:
+    """(E,) int64: the places of the episodes by group, those of a group by member."""
+    by_member = members.argsort(stable=True)
+    return by_member[group_ids[by_member].argsort(stable=True)]
 
 
-def _moved(batch: TokenBatch, ranks: Ranks, every: list[Dealt], takers: list[list[int]]) -> TokenBatch:
-    """The episodes that arrive at this rank, in the order of their sources."""
-    dealt, world = list(zip(every, takers, strict=True)), range(ranks.world_size)
-    own = [(one, where) for one, where in dealt if one.source == ranks.rank]
-    outgoing = [[one for one, where in own if rank in where] for rank in world]
-    taken = [one for one, where in dealt if ranks.rank in where]
-    incoming = [[one for one in taken if one.source == rank] for rank in world]
+def _described(batch: TokenBatch, rank: int, groups_per_mini: int) -> Tensor:
+    """(E, 10) int64: the columns of `Dealt`."""
+    sequences, groups = batch.sequences_of_episodes, batch.group_ids
+    prompts = torch.zeros_like(groups)
+    has_any = sequences.lengths > 0
+    prompts[has_any] = (batch.lengths - batch.units.sequence.lengths)[sequences.starts[has_any]]
+    columns = {
+        "mini": groups // groups_per_mini,
+        "group": groups,
+        "member": batch.members,
+        "source": torch.full_like(groups, rank),
+        "place": torch.arange(len(groups), device=groups.device),
+        "prompt": prompts,
+        "token": sequences.sum(batch.lengths).long(),
+        "sampled": batch.units.episode.lengths,
+        "sequence": sequences.lengths,
+        "episode": torch.ones_like(groups),
+    }
+    return torch.stack([columns[each.name] for each in fields(Dealt)], 1)
 
-    def sizes(level: str) -> list[list[int]]:
+
+def _moved(batch: TokenBatch, ranks: Ranks, every: Dealt, parts: Ints, group_size: int) -> TokenBatch:
+    """The episodes that arrive at this rank, in the order of their sources.
+
+    Args:
+        parts: (K,) the group of `group_size` ranks that trains on each episode.
+    """
+    world, num_parts = ranks.world_size, ranks.world_size // group_size
+    own = np.flatnonzero(every.source == ranks.rank)
+    arriving = np.flatnonzero(parts == ranks.rank // group_size)
+    leaving = own[np.argsort(parts[own], kind="stable")]
+    by_part = np.split(leaving, np.bincount(parts[own], minlength=num_parts).cumsum()[:-1])
+    places = [every.place[rows] for rows in by_part for _ in range(group_size)]
+
+    def sizes(level: Level) -> tuple[list[int], list[int]]:
         """Entries of a column that leave for each rank, and that arrive from it."""
-        return [[sum(one.entries(level) for one in part) for part in parts] for parts in (outgoing, incoming)]
+        entries = every.entries(level)
+        to_parts = np.bincount(parts[own], entries[own], num_parts).astype(np.int64)
+        from_ranks = np.bincount(every.source[arriving], entries[arriving], world).astype(np.int64)
+        return np.repeat(to_parts, group_size).tolist(), from_ranks.tolist()
 
     def exchanged(values: Tensor, leaving: list[int], arriving: list[int]) -> Tensor:
         return torch.cat(ranks.all_to_all(list(torch.split(values, leaving)), arriving))
 
-    def moved(column: Tensor | TokenLists, level: str) -> Tensor | TokenLists:
+    def moved(column: Tensor | TokenLists, level: Level) -> Tensor | TokenLists:
         leaving, arriving = sizes(level)
         if isinstance(column, Tensor):
             return exchanged(column, leaving, arriving)
@@ -139,9 +170,9 @@ def _moved(batch: TokenBatch, ranks: Ranks, every: list[Dealt], takers: list[lis
         log_probs = None if column.log_probs is None else exchanged(column.log_probs, *totals)
         return TokenLists(counts, exchanged(column.ids, *totals), log_probs)
 
-    found = batch.pick([one.place for part in outgoing for one in part]).mapped(moved)
-    counts = torch.tensor([one.sequences for one in taken], dtype=torch.int64)
-    return replace(found, owners=Segments(counts).index.to(batch.owners.device))
+    arrived = batch.pick(torch.from_numpy(np.concatenate(places))).mapped(moved)
+    counts = torch.from_numpy(every.sequence[arriving])
+    return replace(arrived, owners=Segments(counts).index.to(batch.owners.device))
 
 
 # --- mini-batches and their forward passes ----------------------------------------------------------

@@ -14,14 +14,15 @@ import numpy as np
 import torch
 
 from rlctl.algos.estimators import has_spread
+from rlctl.episodes import Episodes
 from rlctl.errors import RunFailure
 from rlctl.reward.protocol import RewardResult
-from rlctl.rollout.protocol import sampling_of, step_seed
+from rlctl.rollout.protocol import sampling_of
+from rlctl.rollout.seeds import step_seed
 from rlctl.train.step_metrics import StepTimer, refuse_ungraded
-from rlctl.train.stream import PromptDraws, placed
+from rlctl.train.stream import PromptDraws
 
 if TYPE_CHECKING:
-    from rlctl.batch import Group
     from rlctl.train.run import Run
 
 _KEY = "algorithm.filter_groups"
@@ -44,7 +45,7 @@ class _Summary:
 
 def filtered_groups(
     run: Run, step: int, draws: PromptDraws, timer: StepTimer
-) -> tuple[list[Group], RewardResult, dict[str, float]]:
+) -> tuple[Episodes, RewardResult, dict[str, float]]:
     """The groups of a batch with spread that this rank sampled, their grades, and `filter_groups/*` metrics.
 
     Their `group_id` is their place in the batch over all ranks, in the order of drawing; their `weight` is
@@ -64,7 +65,7 @@ def filtered_groups(
         spec.rollout.n,
     )
     known: list[_Summary] = []  # of all ranks
-    sampled: list[Group] = []  # by this rank
+    rounds: list[Episodes] = []  # by this rank
     grades: list[RewardResult] = []  # of these, by round
     while (found := sum(group.has_spread for group in known)) < wanted and not 0 < most <= len(grades):
         if len(known) >= wanted and draws.position - start >= len(run.train_prompts):
@@ -76,12 +77,10 @@ def filtered_groups(
             )
         share = max(found / len(known), _SMALLEST_SHARE) if known else 1.0
         count = min(math.ceil((wanted - found) / share), wanted)
-        groups, graded = _sample(run, step, draw_next_prompts(run, draws, count), len(known), timer)
-        sampled += groups
+        episodes, graded = _sample(run, step, draw_next_prompts(run, draws, count), len(known), timer)
+        rounds.append(episodes)
         grades.append(graded)
-        known += ranks.exchange(
-            [_summary(group, graded.pick(range(i * n, (i + 1) * n))) for i, group in enumerate(groups)]
-        )
+        known += ranks.exchange(_summaries(episodes, graded, n))
         errors = [error for result in grades for error in result.errors]
         refuse_ungraded(run, sum(group.failed for group in known), len(known) * n, errors)
     for group in sorted(known, key=lambda group: group.place):
@@ -91,19 +90,17 @@ def filtered_groups(
     # stable.
     used = sorted(known, key=lambda group: not group.has_spread)[:wanted]
     places = {drawn: place for place, drawn in enumerate(sorted(group.place for group in used))}
-    drawn_as = [episode.task.group_id for group in sampled for episode in group]
-    all_grades = RewardResult.joined(grades)
-    chosen = all_grades.pick([index for index, drawn in enumerate(drawn_as) if drawn in places])
+    sampled, all_grades = Episodes.joined(rounds), RewardResult.joined(grades)
+    chosen = [index for index, task in enumerate(sampled.tasks) if task.group_id in places]
     failures = {name: getattr(all_grades, name) for name in ("errors", "errors_by_term", "timeouts")}
     cost = _metrics(known, used, len(grades), n, draws.position - start)
-    own = [group for group in sampled if group[0].task.group_id in places]
-    own = [placed(group, places[group[0].task.group_id]) for group in own]
-    return own, replace(chosen, **failures), cost
+    own = sampled.pick(chosen).placed(places)
+    return own, replace(all_grades.pick(chosen), **failures), cost
 
 
 def _sample(
     run: Run, step: int, drawn: list[tuple[int, float]], first: int, timer: StepTimer
-) -> tuple[list[Group], RewardResult]:
+) -> tuple[Episodes, RewardResult]:
     """Samples and grades this rank's share of a round (all ranks call this).
 
     Args:
@@ -116,25 +113,32 @@ def _sample(
     tasks = [replace(task, weight=1.0 / drawn[i][1]) for task, i in zip(tasks, mine, strict=True)]
     seed = step_seed(run.spec.trainer.seed, step)
     with timer("gen"):  # in a small round some ranks have no prompts
-        groups = run.episodes.groups(run.rollout, tasks, run.spec.rollout.n, sampling_of(run.spec), seed)
+        episodes = run.episodes.groups(run.rollout, tasks, run.spec.rollout.n, sampling_of(run.spec), seed)
         run.rollout.finish()
     with timer("reward"):
-        return groups, run.reward.score([episode for group in groups for episode in group])
+        return episodes, run.reward.score(episodes)
 
 
-def _summary(group: Group, graded: RewardResult) -> _Summary:
-    aborted = torch.tensor([episode.aborted for episode in group])
-    scores = graded.graded[graded.valid & ~aborted]
-    differs = bool(has_spread(scores, torch.zeros(len(scores), dtype=torch.int64)).any())
-    return _Summary(
-        place=group[0].task.group_id,
-        row=group[0].task.row,
-        has_spread=differs,
-        mean=float(scores.mean()) if len(scores) else 0.0,
-        graded=len(scores),
-        failed=int((~graded.valid & ~aborted).sum()),
-        tokens=sum(episode.num_sampled for episode in group),
-    )
+def _summaries(episodes: Episodes, graded: RewardResult, n: int) -> list[_Summary]:
+    """One per group of n episodes."""
+    counted, tokens = graded.valid & ~episodes.aborted, episodes.num_sampled
+    failed = ~graded.valid & ~episodes.aborted
+    summaries = []
+    for start in range(0, len(episodes), n):
+        group, task = slice(start, start + n), episodes.tasks[start]
+        scores = graded.graded[group][counted[group]]
+        summaries.append(
+            _Summary(
+                place=task.group_id,
+                row=task.row,
+                has_spread=bool(has_spread(scores, torch.zeros(len(scores), dtype=torch.int64)).any()),
+                mean=float(scores.mean()) if len(scores) else 0.0,
+                graded=len(scores),
+                failed=int(failed[group].sum()),
+                tokens=int(tokens[group].sum()),
+            )
+        )
+    return summaries
 
 
 def draw_next_prompts(run: Run, draws: PromptDraws, count: int) -> list[tuple[int, float]]:

@@ -31,7 +31,7 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
 
     from rlctl.diagnose.finding import Finding
-    from rlctl.spec.run_spec import GuardrailsSpec
+    from rlctl.run_spec.run_spec import GuardrailsSpec
     from rlctl.train.run import Run
     from rlctl.train.settings import UpdateSettings
 
@@ -45,8 +45,8 @@ ESS_FLOOR = RAW_ESS.tiers[-1][1]
 #: Past alarms never scale the learning rate below this, so that a mismatch with another cause does not
 #: halt training.
 LEAST_SCALE = 1 / 16
-#: Rules whose critical findings mean, while they persist, that the run no longer learns.
-FATAL = frozenset({"zero-reward"})
+#: Rules whose critical findings mean, while they persist, that the run does not learn, or from wrong numbers.
+FATAL = frozenset({"zero-reward", "sampler-log-probs"})
 
 _ACTIONS = {
     "scale_lr": "scaled its learning rate by ESS / floor, and halved the rate after it",
@@ -188,16 +188,16 @@ def _notices(
 
     floor = ess_floor(spec)
     if low := [update.ess for update in observed.updates if update.is_low]:
-        what = f"raw effective sample size {min(low):.2g} of an update, under {floor:g}"
-        yield notice("low ESS", what, spec.on_low_ess)
+        message = f"raw effective sample size {min(low):.2g} of an update, under {floor:g}"
+        yield notice("low ESS", message, spec.on_low_ess)
     if far := [update.drift for update in observed.updates if update.has_drifted]:
-        what = (
+        message = (
             f"{max(far):.2g} nats per token between the trained and the sampling policy, over {DRIFT_LIMIT:g}"
         )
-        yield notice("drift", what, spec.on_drift)
+        yield notice("drift", message, spec.on_drift)
     if observed.tail_is_heavy:
-        what = f"median raw effective sample size of {WINDOW} batches under {floor:g}"
-        yield notice("tail", what, spec.on_heavy_tail if can_tighten else "warn")
+        message = f"median raw effective sample size of {WINDOW} batches under {floor:g}"
+        yield notice("tail", message, spec.on_heavy_tail if can_tighten else "warn")
     for finding in observed.findings:
         if not finding.because_of and not _is_fatal(finding, observed.step):
             tried = f"; try {finding.fixes[0]}" if finding.fixes else ""

@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from rlctl.train.capability import StepRecord
 from rlctl.train.guardrails import Guardrails
 from rlctl.train.run import is_validation_due
 from rlctl.train.sample_and_grade import sample_and_grade
@@ -44,8 +45,12 @@ from rlctl.train.update_critic import update_critic
 from rlctl.train.validate import validate
 
 if TYPE_CHECKING:
+    from collections.abc import Mapping
+
     from rlctl.batch import TokenBatch
     from rlctl.engine.ranks import Ranks
+    from rlctl.reward.protocol import Graded
+    from rlctl.train.mini_batch import SeenTokens
     from rlctl.train.run import Run
     from rlctl.train.update import Updated
 
@@ -69,7 +74,7 @@ def train(run: Run) -> None:
             graded = sample_and_grade(run, step, timer)
             metrics = graded.sampling_cost | metrics_of_episodes(run, graded)
             batch = score_batch(run, train_batch(spec, run.ranks, graded, run.policy_version), timer)
-            batch, steered, penalties = with_penalties(batch, algorithm, run.kl, ranks)
+            batch, steered, penalties = with_penalties(batch, algorithm, run.kl, ranks, run.capabilities)
             run.kl = run.kl if hold else steered  # an unchanged policy gives no KL to adapt to
             metrics |= penalties
             with timer("adv"):
@@ -93,12 +98,15 @@ def train(run: Run) -> None:
             run.policy_version += outcome.num_updates
             layouts.once(outcome.layout.partition(";")[0], outcome.layout)
             metrics |= sync_weights(run, step, timer)
-            log_probs, probed = outcome.seen.training_log_probs, metrics.get(ENGINE)
-            metrics |= metrics_of_tokens(run, batch, log_probs, probed)
+            seen = outcome.seen
+            metrics |= metrics_of_tokens(run, batch, seen.training_log_probs, metrics.get(ENGINE))
+            metrics |= metrics_of_capabilities(run, graded, batch, seen, metrics)
 
-        save_rollouts(run, step, graded, batch, outcome.seen)
-        metrics |= outcome.metrics
-        metrics |= {"training/global_step": float(step), "training/epoch": epoch_of(run, step)}
+        save_rollouts(run, step, graded, batch, seen)
+        metrics |= outcome.metrics | {
+            "training/global_step": float(step),
+            "training/epoch": epoch_of(run, step),
+        }
         for kind, text in step_warnings(
             spec, metrics, outcome.missed, names_of(batch, outcome), graded.rewards.timeouts
         ):
@@ -106,7 +114,9 @@ def train(run: Run) -> None:
         if is_validation_due(run, step):
             with timer("testing"):
                 metrics |= validate(run, step)
-        metrics |= performance(metrics, timer, run.ranks, run.rollout.sleeping_bytes) | saving.metrics()
+        metrics |= (
+            performance(metrics, timer, run.ranks, run.rollout.report().sleeping_bytes) | saving.metrics()
+        )
         num_planned = 0 if hold else spec.updates_per_batch
         metrics |= guardrails.observe(step, metrics, outcome.decisions, num_planned)
         # Log before saving, so that the log contains every step of a checkpoint. The seconds of saving
@@ -119,6 +129,17 @@ def train(run: Run) -> None:
                 saver.save(step)
         if stopping:
             break
+
+
+def metrics_of_capabilities(
+    run: Run, graded: Graded, batch: TokenBatch, seen: SeenTokens, metrics: Mapping[str, float]
+) -> dict[str, float]:
+    """Metrics of all capabilities after the updates of a step; `metrics`: those so far."""
+    record = StepRecord(run.ranks, run.data_ranks, graded, batch, seen.before_updates, metrics)
+    own: dict[str, float] = {}
+    for capability in run.capabilities:
+        own |= capability.updated(record)
+    return own
 
 
 def names_of(batch: TokenBatch, outcome: Updated) -> list[str]:
@@ -154,6 +175,7 @@ def performance(
 def log(run: Run, step: int, metrics: dict[str, float]) -> None:
     """Logs one step, appends it to the history for the summary, and calls the callbacks."""
     run.tracker.log(step, metrics)
-    run.history.append({"step": float(step)} | metrics)
+    if run.ranks.is_main:
+        run.history.append({"step": float(step)} | metrics)
     for callback in run.callbacks:
         callback(step, metrics)

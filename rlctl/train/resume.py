@@ -3,21 +3,21 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
-from modulefinder import ModuleFinder
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Literal
 
+from rlctl.capabilities.sections import other_models
 from rlctl.errors import Problem, SpecError, UsageError, failing_together
 from rlctl.files import sha256_of, write_text
 from rlctl.model_files import LOADED_FILES, hub_commit, model_directory
-from rlctl.spec.keys import changes
-from rlctl.spec.rollout import ServerSpec
-from rlctl.spec.run_spec import GuardrailsSpec, RunSpec, TrainerSpec
+from rlctl.run_spec.keys import changes
+from rlctl.run_spec.rollout import ServerSpec
+from rlctl.run_spec.run_spec import EarlyStopSpec, GuardrailsSpec, RunSpec, TrainerSpec
 from rlctl.track.redaction import is_masked
 from rlctl.track.run_dir import read_mapping
-from rlctl.user_code import files_of
+from rlctl.track.trust import code_files, texts_in
 
 if TYPE_CHECKING:
     from rlctl.data.prompts import PromptDataset
@@ -44,6 +44,9 @@ _SAFE = frozenset(
         "model.enable_gradient_checkpointing",
         "reward.model.batch_size",
         "reward.max_error_fraction",
+        "reward.threads",
+        *(f"reward.judge.{name}" for name in ("url", "key_variable", "concurrency", "timeout", "retries")),
+        *(f"reward.judge.{name}" for name in ("step_timeout", "calls_per_step")),
         "rollout.free_cache_engine",
         "rollout.gpu_memory_utilization",
         "rollout.max_num_seqs",
@@ -51,6 +54,7 @@ _SAFE = frozenset(
         "rollout.tensor_model_parallel_size",
         *(f"trainer.{name}" for name in TrainerSpec.model_fields),
         *(f"trainer.guardrails.{name}" for name in GuardrailsSpec.model_fields),
+        *(f"trainer.early_stop.{name}" for name in EarlyStopSpec.model_fields),
     }
 ).difference(_COMPUTING)
 
@@ -100,6 +104,10 @@ def compare_inputs(run_dir: Path, part: _Part, now: Mapping[str, str], *, accept
     """
     recorded = read_mapping(run_dir / INPUTS_FILE)
     before = recorded.get(part, now)
+    if not isinstance(before, dict) and before is not now:
+        message = f"`{part}` is no mapping of names to fingerprints"
+        fix = "restore the file; or remove it, to continue with the inputs as they are"
+        raise UsageError(message, where=str(run_dir / INPUTS_FILE), fix=fix)
     changed = sorted(name for name in before.keys() | now.keys() if before.get(name) != now.get(name))
     if changed and not accepts:
         raise UsageError(
@@ -108,8 +116,8 @@ def compare_inputs(run_dir: Path, part: _Part, now: Mapping[str, str], *, accept
             fix="restore them; to continue with them as they are, add trainer.accept_changed_inputs=true",
         )
     write_text(run_dir / INPUTS_FILE, json.dumps(recorded | {part: now}, indent=2) + "\n")
-    what = "has changed since the run began: steps before and after differ in more than data"
-    return [f"warning: {name} {what}" for name in changed]
+    message = "has changed since the run began: steps before and after differ in more than data"
+    return [f"warning: {name} {message}" for name in changed]
 
 
 def file_fingerprints(spec: RunSpec) -> dict[str, str]:
@@ -120,10 +128,10 @@ def file_fingerprints(spec: RunSpec) -> dict[str, str]:
     Raises:
         UsageError, EnvironmentFailure: a model cannot be found.
     """
-    others = spec.other_models | {"reward.model.path": spec.reward.model.path}
+    others = other_models(spec) | {"reward.model.path": spec.reward.model.path}
     models = {"model.path": spec.model.path} | others
     found: dict[str, str] = {}
-    files = {str(file): file for file in _code(spec)}
+    files = {str(file): file for file in code_files(texts_in(spec.model_dump(mode="json")))}
     for key, path in models.items():
         if path is None or (key == "model.path" and spec.is_embedded):
             continue
@@ -139,28 +147,6 @@ def file_fingerprints(spec: RunSpec) -> dict[str, str]:
         }
     with ThreadPoolExecutor() as threads:  # hashing releases the interpreter's lock
         return found | dict(zip(files, threads.map(sha256_of, files.values()), strict=True))
-
-
-def _code(spec: RunSpec) -> set[Path]:
-    """Users' files that the spec names as `file.py:function`, and what they import from beside them."""
-
-    def texts(value: Any) -> Iterator[str]:
-        if isinstance(value, str):
-            yield value
-        elif isinstance(value, list | dict):
-            for part in value.values() if isinstance(value, dict) else value:
-                yield from texts(part)
-
-    found = set(files_of(*texts(spec.model_dump(mode="json"))))
-    for file in list(found):
-        finder = ModuleFinder(path=[str(file.parent)], excludes=["rlctl"])
-        try:
-            finder.run_script(str(file))  # reads it, and does not run it
-        except SyntaxError:  # reported when it is imported
-            continue
-        modules = (getattr(module, "__file__", None) for module in finder.modules.values())
-        found |= {Path(path) for path in modules if path}
-    return found
 
 
 def check_rows(

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
+from rlctl.train.history import History
 from rlctl.train.models import Models
 
 if TYPE_CHECKING:
@@ -16,7 +17,7 @@ if TYPE_CHECKING:
     from rlctl.engine.ranks import Ranks
     from rlctl.environment.build import EpisodeSource
     from rlctl.reward.build import Reward
-    from rlctl.spec.run_spec import RunSpec
+    from rlctl.run_spec.run_spec import RunSpec
     from rlctl.track.rollouts import RolloutWriter
     from rlctl.track.tracker import Tracker
     from rlctl.train.stop import StopRequest
@@ -44,7 +45,8 @@ class Run(Models):
     draws: PromptDraws | None = None  # with `algorithm.filter_groups`
     policy_version: int = 0  # optimizer updates so far, withheld ones excluded
     stopped_because: str = ""  # the guardrails' reason to end the run early
-    history: list[dict[str, float]] = field(default_factory=list)
+    ended_early: str = ""  # why `trainer.early_stop` ended the run; on the main rank
+    history: History = field(default_factory=History)  # of logged steps; rank 0 only
     callbacks: list[Callable[[int, Mapping[str, float]], None]] = field(default_factory=list)
 
 

@@ -6,14 +6,15 @@ from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from rlctl.reward.protocol import Graded, RewardResult
-from rlctl.rollout.protocol import Sampling, sampling_of, step_seed
+from rlctl.rollout.protocol import Sampling, sampling_of
+from rlctl.rollout.seeds import step_seed
 from rlctl.train.filter_groups import filtered_groups
 from rlctl.train.run import is_sync_due
 from rlctl.train.step_metrics import StepTimer
 from rlctl.train.stream import places_of
 
 if TYPE_CHECKING:
-    from rlctl.batch import Group
+    from rlctl.episodes import Episodes
     from rlctl.train.run import Run
 
 
@@ -23,25 +24,41 @@ def sample_and_grade(run: Run, step: int, timer: StepTimer) -> Graded:
     With dynamic sampling, ranks may have different numbers of groups.
     """
     if run.draws is not None:
-        groups, rewards, cost = filtered_groups(run, step, run.draws, timer)
-        return Graded(groups, rewards, greedy_baseline(run, step, groups, timer), cost)
+        episodes, rewards, cost = filtered_groups(run, step, run.draws, timer)
+        cost |= source_shares(run, episodes)
+        return Graded(episodes, rewards, greedy_baseline(run, step, episodes, timer), cost)
     with timer("gen"):
-        groups = run.stream.take(step)
+        episodes = run.stream.take(step)
     counts = {}
     if run.spec.rollout.max_staleness:
         counts["rollout/restarted_episodes"] = float(run.stream.num_restarted)
     if run.spec.rollout.in_flight:
         counts["rollout/open_groups"] = float(run.stream.num_open)
-        counts["rollout/repeated_requests"] = float(run.rollout.num_repeated)
-    baseline = greedy_baseline(run, step, groups, timer)
+        counts["rollout/repeated_requests"] = float(run.rollout.report().num_repeated)
+    baseline = greedy_baseline(run, step, episodes, timer)
     with timer("reward"):
-        rewards = run.reward.score([episode for group in groups for episode in group])
+        rewards = run.reward.score(episodes)
     if counts:
         counts = dict(zip(counts, run.ranks.sum([*counts.values()]), strict=True))
-    return Graded(groups, rewards, baseline, counts)
+    return Graded(episodes, rewards, baseline, counts | source_shares(run, episodes))
 
 
-def sample_groups(run: Run, step: int, index: int) -> list[Group]:
+def source_shares(run: Run, episodes: Episodes) -> dict[str, float]:
+    """`data/share/<source>`: fraction of the prompts from each source of a mixture, over all ranks."""
+    mixture = run.train_prompts.mixture
+    if mixture is None:
+        return {}
+    counts = [0.0] * len(mixture.sources)
+    for task in {task.group_id: task for task in episodes.tasks}.values():
+        counts[mixture.source_of(task.row)] += 1.0
+    sums = run.ranks.sum(counts)
+    return {
+        f"data/share/{source.label}": count / max(sum(sums), 1.0)
+        for source, count in zip(mixture.sources, sums, strict=True)
+    }
+
+
+def sample_groups(run: Run, step: int, index: int) -> Episodes:
     """Samples this rank's groups of a step, of `rollout.n` episodes each; in flight only that at `index`.
 
     The `group_id` of a task is its index in the whole batch.
@@ -53,14 +70,14 @@ def sample_groups(run: Run, step: int, index: int) -> list[Group]:
     tasks = prompts.tasks([rows[place] for place in places], places)
     rollout = run.sampling_ahead if spec.rollout.max_staleness else run.rollout
     sampling = sampling_of(spec)
-    groups = run.episodes.groups(rollout, tasks, spec.rollout.n, sampling, step_seed(seed, step))
-    if spec.environment.has_episodes:  # ranks make different numbers of requests
+    episodes = run.episodes.groups(rollout, tasks, spec.rollout.n, sampling, step_seed(seed, step))
+    if spec.environment.is_multi_turn:  # ranks make different numbers of requests
         rollout.finish()
-    return groups
+    return episodes
 
 
-def greedy_baseline(run: Run, step: int, groups: list[Group], timer: StepTimer) -> RewardResult | None:
-    """For every episode of these groups, the grade of the greedy episode of its task.
+def greedy_baseline(run: Run, step: int, episodes: Episodes, timer: StepTimer) -> RewardResult | None:
+    """For every one of these episodes, the grade of the greedy episode of its task.
 
     None unless the estimator is ReMax. This is the last sampling before the weight sync, so the engine
     releases its memory in either case.
@@ -70,10 +87,11 @@ def greedy_baseline(run: Run, step: int, groups: list[Group], timer: StepTimer) 
     if not spec.algorithm.estimator_needs("baseline_scores"):
         run.rollout.release(weights_follow=weights_follow)
         return None
+    tasks = {task.group_id: task for task in episodes.tasks}
     with timer("gen_max"):
         greedy = run.episodes.sample(
             run.rollout,
-            [(group[0].task, 0) for group in groups],
+            [(task, 0) for task in tasks.values()],
             Sampling(max_response_length=spec.data.max_response_length, greedy=True),
             step_seed(spec.trainer.seed, step, "greedy"),
         )
@@ -81,5 +99,6 @@ def greedy_baseline(run: Run, step: int, groups: list[Group], timer: StepTimer) 
     run.rollout.release(weights_follow=weights_follow)
     with timer("reward"):
         graded = run.reward.score(greedy)
-    own = [place for place, group in enumerate(groups) for _ in group]
+    places = {group: place for place, group in enumerate(tasks)}
+    own = [places[task.group_id] for task in episodes.tasks]
     return replace(graded.pick(own), errors=graded.errors)

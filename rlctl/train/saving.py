@@ -10,7 +10,7 @@ import json
 import math
 import shutil
 import time
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -30,25 +30,29 @@ from rlctl.engine.checkpoint import (
     publish,
     writing,
 )
+from rlctl.episodes import Episodes
 from rlctl.errors import RunFailure, UsageError
 from rlctl.files import write_text
-from rlctl.metric_names import validation_rewards
-from rlctl.spec.base import seconds
-from rlctl.spec.model_size import checkpoint_bytes
+from rlctl.metric_names import best_validation, validation_score
+from rlctl.run_spec.base import seconds
+from rlctl.run_spec.model_size import checkpoint_bytes
 from rlctl.track.run_dir import SUMMARY_FILE
+from rlctl.train.early_stop import early_stop_reason
 from rlctl.train.run import is_due, is_sync_due
 from rlctl.train.stream import PromptDraws
 
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from rlctl.batch import TokenBatch
-    from rlctl.reward.protocol import Graded
+    from rlctl.batch import Episode, TokenBatch
+    from rlctl.reward.protocol import Graded, RewardResult
+    from rlctl.train.mini_batch import SeenTokens
     from rlctl.train.run import Run
-    from rlctl.train.update import SeenTokens
 
 #: File in a checkpoint: the state of dynamic sampling.
 _DRAWS = "draws/prompts.json"
+#: Name of the environment's own reward among the terms.
+ENVIRONMENT = "environment"
 #: Steps averaged at the start and the end of the run, because the reward of one batch is noisy.
 _WINDOW = 5
 _AVERAGED = (
@@ -86,7 +90,10 @@ class Saver:
         run, trainer = self._run, self._run.spec.trainer
         improves = validation_score(metrics) is not None and self._best_step() == step
         waited = self._every is not None and time.monotonic() - self._saved_at >= self._every
-        mine = [run.stop.signal_number > 0, run.ranks.is_main and waited, improves]
+        may_end = run.ranks.is_main and step < run.total_steps
+        ends = early_stop_reason(run.history, trainer.early_stop) if may_end else ""
+        run.ended_early = ends
+        mine = [bool(ends) or run.stop.signal_number > 0, run.ranks.is_main and waited, improves]
         stop, late, better = (value > 0 for value in run.ranks.sum([float(value) for value in mine]))
         stop = stop or bool(run.stopped_because)
         saves = is_due(step, trainer.save_freq) or better or (late and is_sync_due(run, step))
@@ -144,7 +151,8 @@ def save_checkpoint(run: Run, step: int, best: int | None = None) -> None:
         shares = ranks.exchange(list(mine.items()))
         if ranks.is_main:
             kl_coef = run.kl.kl_coef if spec.algorithm.use_kl_in_reward else None
-            state = TrainerState(step, run.policy_version, ranks.world_size, kl_coef)
+            own_states = {each.name: each.state() for each in run.capabilities if each.state()}
+            state = TrainerState(step, run.policy_version, ranks.world_size, kl_coef, own_states)
             digests = {**hashed, **dict(shares)}
             publish(root, partial, state, keep=spec.trainer.max_ckpt_to_keep, best=best, digests=digests)
             point_to(root, "latest", step)
@@ -186,7 +194,7 @@ def restore(run: Run) -> list[str]:
         raise UsageError(
             "there is no complete checkpoint to resume from",
             where=str(root),
-            fix="start a new run in another directory",
+            fix="start the run again without --resume, in the same directory if you like",
         )
     [checkpoint] = shared
     state, path = checkpoint.state, checkpoint.path
@@ -204,6 +212,9 @@ def restore(run: Run) -> list[str]:
     run.start_step, run.policy_version = state.step, state.policy_version
     if state.kl_coef is not None:
         run.kl = replace(run.kl, kl_coef=state.kl_coef)
+    for capability in run.capabilities:
+        if own := (state.capabilities or {}).get(capability.name):
+            capability.restore(own)
     if run.draws is not None:
         run.draws = PromptDraws.load(path / _DRAWS)
     return [*notes, f"resuming after step {state.step}"]
@@ -222,25 +233,75 @@ def save_rollouts(run: Run, step: int, graded: Graded, batch: TokenBatch, seen: 
     if not limit:
         return
     count = run.spec.data.train_batch_size if limit < 0 else max(limit // run.spec.rollout.n, 1)
-    graded_as = zip(rewards.scores.tolist(), rewards.valid.tolist(), strict=True)
+    is_first = graded.episodes.tokens.group_ids < count
+    chosen = is_first.nonzero().squeeze(1).tolist()
+    some, own_rewards = graded.episodes.pick(chosen), rewards.pick(chosen)
+    graded_as = zip(own_rewards.scores.tolist(), own_rewards.valid.tolist(), strict=True)
     scores = [score if is_valid else None for score, is_valid in graded_as]
-    pairs = zip(graded.episodes, scores, strict=True)
-    kept = run.ranks.exchange([pair for pair in pairs if pair[0].task.group_id < count])
-    columns = torch.stack([seen.training_log_probs, seen.weights, seen.keep.float()]).cpu()
+    remarks: list[dict[str, str]] = own_rewards.remarks or [{} for _ in chosen]
+    shares = run.ranks.exchange([(some, scores, terms_of(own_rewards, some.rewards), remarks)])
+    further = [name for capability in run.capabilities for name in capability.dumped]
+    own_columns = [batch.column(name).float() for name in further]
+    columns = torch.stack([seen.training_log_probs, seen.weights, seen.keep.float(), *own_columns]).cpu()
     places = zip(batch.group_ids.tolist(), batch.members.tolist(), strict=True)
     own = zip(places, torch.split(columns, batch.units.episode.lengths.tolist(), 1), strict=True)
     trained = dict(run.data_ranks.exchange([part for part in own if part[0][0] < count]))
     if not run.rollout_writer:
         return
-    kept.sort(key=lambda pair: (pair[0].task.group_id, pair[0].member))
-    parts: list[Tensor] = []
-    for episode, _ in kept:
-        unknown = torch.tensor([[math.nan], [0.0], [0.0]]).expand(3, episode.num_sampled)
-        parts.append(trained.get((episode.task.group_id, episode.member), unknown))
-    log_probs, weights, keep = torch.cat(parts, 1)
+    every = Episodes.joined([share for share, *_ in shares])
+    keys = list(zip(every.tokens.group_ids.tolist(), every.tokens.members.tolist(), strict=True))
+    order = sorted(range(len(keys)), key=keys.__getitem__)
+    episodes = every.pick(order)
+    graded_rows = [row for _, *columns in shares for row in zip(*columns, strict=True)]
+    scores, terms, said = ([graded_rows[place][number] for place in order] for number in range(3))
+    unknown = torch.tensor([[math.nan], [0.0], [0.0], *[[math.nan]] * len(further)])
+    sizes = zip(order, episodes.num_sampled.tolist(), strict=True)
+    parts = [trained.get(keys[place], unknown.expand(-1, size)) for place, size in sizes]
+    log_probs, weights, keep, *more = torch.cat(parts, 1)
     values = {"training_log_probs": log_probs, "rollout_is_weights": weights, "keep_mask": keep > 0}
-    episodes, known = [episode for episode, _ in kept], [score for _, score in kept]
-    run.rollout_writer.add(step, episodes, known, values)
+    values |= zip(further, more, strict=True)
+    run.rollout_writer.add(step, episodes, scores, values, terms, said)
+    if is_due(step, run.spec.trainer.log_samples):
+        run.tracker.log_samples(step, sample_rows(episodes, scores, terms, log_probs))
+
+
+def terms_of(rewards: RewardResult, own: Sequence[float | None]) -> list[dict[str, float]]:
+    """Label → score of the terms that grade each episode, before weights, and of the environment's reward.
+
+    `own`: the environment's rewards.
+    """
+    columns = {label: scores.tolist() for label, scores in rewards.parts.items()}
+    graded = rewards.valid.tolist()
+    rows = []
+    for place, reward in enumerate(own):
+        scores = {label: column[place] for label, column in columns.items() if graded[place]}
+        terms = {label: score for label, score in scores.items() if math.isfinite(score)}
+        rows.append(terms if reward is None else terms | {ENVIRONMENT: float(reward)})
+    return rows
+
+
+def sample_rows(
+    episodes: Sequence[Episode],
+    rewards: Sequence[float | None],
+    terms: Sequence[Mapping[str, float]],
+    log_probs: Tensor,
+) -> list[dict[str, Any]]:
+    """Rows of a tracker's table: prompt, response, reward, `reward/<term>` and log ρ of each episode.
+
+    `log_probs` (M,) are those of the training policy, of all sampled tokens in order; nats.
+    """
+    labels = sorted({label for each in terms for label in each})
+    sizes = [episode.num_sampled for episode in episodes]
+    rows = []
+    for episode, reward, scores, trained in zip(
+        episodes, rewards, terms, torch.split(log_probs, sizes), strict=True
+    ):
+        sampled = torch.cat([sequence.log_probs for sequence in episode.sequences]).to(trained)
+        ratio = float((trained - sampled).double().sum())
+        row = {"prompt": episode.task.text, "response": episode.response, "reward": reward}
+        row |= {f"reward/{label}": scores.get(label) for label in labels}
+        rows.append(row | {"log_ratio": ratio if math.isfinite(ratio) else None})
+    return rows
 
 
 # --- the summary ------------------------------------------------------------------------------------
@@ -251,6 +312,7 @@ def write_summary(run: Run) -> None:
     trained = [metrics for metrics in run.history if metrics["step"] > 0]
     validated = [metrics for metrics in run.history if any(key.startswith("val/") for key in metrics)]
     step = int(trained[-1]["step"]) if trained else run.start_step
+    window = max(1, min(_WINDOW, len(trained) // 2))  # first and last steps do not overlap
     best, here = best_validation(run.history), f"{CHECKPOINTS}/step_{step:06d}"
     summary: dict[str, Any] = {
         "step": step,
@@ -258,9 +320,10 @@ def write_summary(run: Run) -> None:
         "interrupted": step < run.total_steps,
         "seconds": sum(metrics["timing_s/step"] for metrics in trained),
         "num_updates": run.policy_version,
+        "early_stop": run.ended_early or None,
         "guardrails": _guardrails(run, trained),
-        "first": _mean(trained[:_WINDOW]),
-        "last": _mean(trained[-_WINDOW:]),
+        "first": _mean(trained[:window]),
+        "last": _mean(trained[-window:]),
         "validation_first": _validation(validated[0]) if validated else {},
         "validation_last": _validation(validated[-1]) if validated else {},
         "best": best and _saved_best(run.run_dir, *best),
@@ -271,29 +334,13 @@ def write_summary(run: Run) -> None:
     write_text(run.run_dir / SUMMARY_FILE, json.dumps(summary, indent=2) + "\n")
 
 
-def validation_score(metrics: Mapping[str, float]) -> float | None:
-    """Mean reward of a validation, averaged over data sources; None without validation."""
-    rewards = validation_rewards(metrics).values()
-    return sum(rewards) / len(rewards) if rewards else None
-
-
-def best_validation(history: Iterable[Mapping[str, float]]) -> tuple[int, float] | None:
-    """Step and score of the best validation of trained weights; the earliest if several are equal.
-
-    The one before training is not among them: its weights are in no checkpoint.
-    """
-    trained = (metrics for metrics in history if metrics["step"] > 0)
-    scored = [(int(m["step"]), score) for m in trained if (score := validation_score(m)) is not None]
-    return max(scored, key=lambda pair: pair[1], default=None)
-
-
 def _saved_best(run_dir: Path, step: int, score: float) -> dict[str, Any]:
     """The best validation, and its checkpoint if it was saved."""
     place = f"{CHECKPOINTS}/step_{step:06d}"
     return {"step": step, "reward_mean": score, "checkpoint": place if (run_dir / place).is_dir() else None}
 
 
-def _mean(steps: list[dict[str, float]]) -> dict[str, float]:
+def _mean(steps: Sequence[Mapping[str, float]]) -> dict[str, float]:
     return {
         key: sum(metrics[key] for metrics in steps) / len(steps)
         for key in _AVERAGED
@@ -301,7 +348,7 @@ def _mean(steps: list[dict[str, float]]) -> dict[str, float]:
     }
 
 
-def _guardrails(run: Run, steps: list[dict[str, float]]) -> dict[str, Any]:
+def _guardrails(run: Run, steps: Sequence[Mapping[str, float]]) -> dict[str, Any]:
     """Counts of alarms and interventions, and why guardrails ended the run; empty if they are off."""
     counts = {
         key.removeprefix("guardrails/"): int(sum(metrics.get(key, 0.0) for metrics in steps))
@@ -311,5 +358,5 @@ def _guardrails(run: Run, steps: list[dict[str, float]]) -> dict[str, Any]:
     return {} if is_off else counts | {"stopped_because": run.stopped_because or None}
 
 
-def _validation(metrics: dict[str, float]) -> dict[str, float]:
+def _validation(metrics: Mapping[str, float]) -> dict[str, float]:
     return {key: value for key, value in metrics.items() if key.startswith("val/")}

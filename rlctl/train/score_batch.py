@@ -4,31 +4,33 @@ from __future__ import annotations
 
 import math
 from dataclasses import replace
-from functools import partial
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
-from rlctl.algos.estimators import AdvantageInputs, Estimate, estimate, score_norms
+from rlctl.algos.estimators import AdvantageInputs, estimate, score_norms
 from rlctl.algos.kl import KLController, kl_estimate
 from rlctl.algos.losses import clamped_exp
-from rlctl.algos.segments import Moments, Segments, moments
-from rlctl.batch import TokenBatch, TokenLists
+from rlctl.algos.segments import Moments, Segments, Units, moments
+from rlctl.batch import COLUMN_KINDS, TokenBatch, column_form
 from rlctl.engine.ranks import Ranks
 from rlctl.errors import RunFailure, known
 from rlctl.registry import ADVANTAGE_ESTIMATORS
-from rlctl.spec.algorithm import AlgorithmSpec
-from rlctl.spec.base import params_of
-from rlctl.train.deal import deal, in_passes
-from rlctl.train.step_metrics import StepTimer, ages_of
+from rlctl.run_spec.algorithm import AlgorithmSpec
+from rlctl.run_spec.base import params_of
+from rlctl.train.batch_scorer import BatchScorer
+from rlctl.train.deal import deal, in_order, in_passes
+from rlctl.train.step_metrics import StepTimer
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Iterable
 
+    from rlctl.algos.rules import ResponseUnit
     from rlctl.batch import ModelInputs
     from rlctl.reward.protocol import Graded
-    from rlctl.spec.run_spec import RunSpec
+    from rlctl.run_spec.run_spec import RunSpec
+    from rlctl.train.capability import Capability
     from rlctl.train.run import Run
 
 
@@ -40,47 +42,46 @@ def train_batch(spec: RunSpec, ranks: Ranks, graded: Graded, policy_version: int
         policy_version: number of optimizer updates in the trained policy.
     """
     rollout, limit = spec.rollout, spec.rollout.max_age_updates
-    ages = ages_of(graded.episodes, policy_version)
+    ages = graded.episodes.ages(policy_version)
     is_older = ages > (math.inf if limit is None else limit)
     drops, down_weights = (rollout.beyond_max_age == choice for choice in ("drop", "down_weight"))
-    chosen = (graded.valid & ~(is_older & drops)).nonzero().squeeze(1).tolist()
-    batch = TokenBatch.of([graded.episodes[place] for place in chosen], ranks.device)
+    chosen = (graded.valid & ~(is_older & drops)).nonzero().squeeze(1)
+    batch = graded.episodes.tokens.pick(chosen).to(ranks.device)
     if limit is not None and down_weights:
         factors = torch.where(is_older, (1 + limit) / (1 + ages), 1.0)[chosen].to(batch.prompt_weights)
         batch = replace(batch, prompt_weights=batch.prompt_weights * factors)
     baseline = None if graded.baseline is None else graded.baseline.scores[chosen].to(ranks.device)
-    scores = graded.rewards.scores[chosen].to(ranks.device)
+    scores = graded.rewards.scores[chosen].double().to(ranks.device)
     episodes = batch.units.episode
-    batch = replace(
-        batch,
-        rewards=batch.rewards + _at_last_token(scores - episodes.sum(batch.rewards), episodes),
-        baseline_scores=baseline,
-        age=policy_version - batch.versions,
-    )
-    if spec.actor.routing_replay:
-        # Ranks have the same columns, whatever the turns of each one report.
-        own = None if batch.experts is None else tuple(batch.experts.shape[1:])
-        shape = max(ranks.exchange([own or (0, 0)]))
-        if own is None and any(shape):
-            missing = batch.token_ids.new_full((len(batch.token_ids), *shape), -1, dtype=torch.int16)
-            batch = replace(batch, experts=missing)
-    if not chosen:  # with the columns of other ranks
-        none = torch.zeros(0, dtype=torch.int32, device=ranks.device)
-        lists = TokenLists(none, none, none.float())
-        exact, centered = spec.rollout.exact_sampling, spec.algorithm.rollout_correction.score_centering
-        batch = replace(batch, kept=replace(lists, log_probs=None) if exact else None)
-        batch = replace(batch, most_likely=lists if centered else None)
+    rewards = batch.rewards + _at_last_token(scores - episodes.sum(batch.rewards), episodes)
+    batch = replace(batch, rewards=rewards)
+    age = policy_version - batch.versions
+    batch = batch.with_columns(scores=scores, baseline_scores=baseline, age=age)
+    batch = _with_columns_of_all(batch, ranks)
     return deal(batch, ranks, spec.ppo_mini_batch_size, spec.engine.sequence_parallel)
 
 
+def _with_columns_of_all(batch: TokenBatch, ranks: Ranks) -> TokenBatch:
+    """The batch with the columns that any rank has (all ranks call this).
+
+    A rank without episodes, or whose engine reported nothing, has unknown entries.
+    """
+    if ranks.world_size == 1:
+        return batch
+    forms: dict[str, tuple[Any, Any]] = {}
+    for of_rank in ranks.exchange([{name: column_form(column) for name, column in batch.columns.items()}]):
+        forms |= of_rank
+    return batch.with_unknown(forms)
+
+
 def _at_last_token(values: Tensor, episodes: Segments) -> Tensor:
-    """(M,) float32: each episode's value (E,) at the token that was sampled last, 0.0 elsewhere."""
+    """(M,): each episode's value (E,) at the token that was sampled last, 0.0 elsewhere."""
     is_last = episodes.places + 1 == episodes.spread(episodes.lengths)
-    return torch.where(is_last, episodes.spread(values), 0.0).float()
+    return torch.where(is_last, episodes.spread(values), 0.0)
 
 
 def score_batch(run: Run, batch: TokenBatch, timer: StepTimer) -> TokenBatch:
-    """Adds the outputs of policy, reference, teacher and critic.
+    """Adds the outputs of policy, reference, critic, and of the capabilities' models.
 
     π_old is the rollout log-probs in bypass mode, else one more forward pass of the policy.
 
@@ -89,38 +90,20 @@ def score_batch(run: Run, batch: TokenBatch, timer: StepTimer) -> TokenBatch:
         timer: records the seconds of each model.
 
     Raises:
-        RunFailure: log-probs of the reference or the teacher, or the critic's values are not finite.
+        RunFailure: log-probs of a model, or the critic's values, are not finite.
     """
-    spec = run.spec
+    scorer = BatchScorer(run.spec, run.data_ranks, timer)
     batch = _with_policy(run, batch, timer)
-    unrouted = replace(batch, experts=None)  # other models choose their experts
-    own = spec.actor.ppo_micro_batch_size_per_gpu, spec.pass_tokens
-    of_critic = spec.critic_micro_batch_size, spec.critic_max_token_len
-
-    def scored(
-        phase: str, model: Callable[[ModelInputs], Tensor], sizes: tuple[int, int | None], failure: RunFailure
-    ) -> Tensor:
-        with timer(phase):
-            found = in_passes(model, unrouted, *sizes, run.data_ranks)
-        if not found.isfinite().all():
-            raise failure
-        return found
-
+    unrouted = batch.with_columns(experts=None)  # other models choose their experts
     if run.ref is not None:
         failure = RunFailure("the reference policy gives NaN or infinite log-probs", where="ref.path")
-        batch = replace(batch, ref_log_probs=scored("ref", run.ref.log_probs, own, failure))
-    if run.teacher is not None:
-        failure = RunFailure("the teacher gives NaN or infinite log-probs", where="algorithm.teacher.path")
-        score, count = run.teacher.log_probs, 0
-        if spec.lists_teacher:
-            vocabulary = len(run.tokenizer)
-            count = min(spec.algorithm.teacher.top_k, vocabulary)
-            score = partial(run.teacher.top_k, count=count, vocabulary=vocabulary)
-        batch = _with_teacher(batch, scored("teacher", score, own, failure), count)
+        batch = batch.with_columns(ref_log_probs=scorer.score("ref", run.ref.log_probs, unrouted, failure))
+    for capability in run.capabilities:
+        batch = capability.scored(scorer, batch, unrouted)
     if run.critic is not None:
         fix = "lower critic.lr, and resume from an earlier checkpoint"
         failure = RunFailure("the critic's values are NaN or infinite", fix=fix)
-        batch = replace(batch, values=scored("values", run.critic.values, of_critic, failure))
+        batch = batch.with_columns(values=scorer.score("values", run.critic.values, unrouted, failure))
     return batch
 
 
@@ -141,21 +124,11 @@ def _with_policy(run: Run, batch: TokenBatch, timer: StepTimer) -> TokenBatch:
         sizes = spec.actor.ppo_micro_batch_size_per_gpu, spec.pass_tokens, run.data_ranks
         own, squares = in_passes(figures, batch, *sizes).unbind(1)
     if needs_norms:
-        batch = replace(batch, score_norms=score_norms(own, squares))
+        batch = batch.with_columns(score_norms=score_norms(own, squares))
     if needs_weights:
         gaps = batch.units.episode.sum(own - batch.rollout_log_probs)
-        batch = replace(batch, sequence_weights=clamped_exp(gaps).nan_to_num(nan=0.0))
+        batch = batch.with_columns(sequence_weights=clamped_exp(gaps).nan_to_num(nan=0.0))
     return replace(batch, old_log_probs=batch.rollout_log_probs if bypass else own)
-
-
-def _with_teacher(batch: TokenBatch, found: Tensor, count: int) -> TokenBatch:
-    """Adds the teacher's log-probs and, if there are any, its `count` most likely tokens, see `Teacher`."""
-    if not count:
-        return replace(batch, teacher_log_probs=found)
-    own, listed, tail, ids = torch.split(found, [1, count, 1, count], 1)
-    counts = torch.full_like(batch.versions, count, dtype=torch.int32)
-    lists = TokenLists(counts, ids.int().flatten(), listed.flatten())
-    return replace(batch, teacher_log_probs=own.squeeze(1), teacher_top_k=lists, teacher_tail=tail.squeeze(1))
 
 
 def kl_controller(algorithm: AlgorithmSpec) -> KLController:
@@ -167,49 +140,61 @@ def kl_controller(algorithm: AlgorithmSpec) -> KLController:
 
 @torch.no_grad()
 def with_penalties(
-    batch: TokenBatch, algorithm: AlgorithmSpec, controller: KLController, ranks: Ranks
+    batch: TokenBatch,
+    algorithm: AlgorithmSpec,
+    controller: KLController,
+    ranks: Ranks,
+    capabilities: Iterable[Capability] = (),
 ) -> tuple[TokenBatch, KLController, dict[str, float]]:
-    """Subtracts β · KL(π_old, π_ref), and that to the teacher, from the reward of every token, if configured.
+    """Subtracts from the reward of every token what the spec puts there: the KL to the reference,
+    β · KL(π_old, π_ref), and what capabilities add.
 
     Source: Ouyang et al. 2022, "InstructGPT". A token with a non-finite log-prob under π_old gets no
-    penalty: its response is rejected later, and the baseline of its group stays finite. With
-    `algorithm.teacher.alone` the rewards of the task are 0.
+    penalty: its response is rejected later, and the baseline of its group stays finite.
 
     Returns:
         The batch with the new rewards, the controller for the next batch, and the metrics
-        `actor/reward_kl_*` and `distill/reverse_kl`.
+        `actor/reward_kl_*` and those of the capabilities.
 
     Raises:
         RunFailure: the estimator returns a wrong shape or NaN.
     """
-    teacher, rewards = algorithm.teacher, batch.rewards
     metrics: dict[str, float] = {}
-    if batch.teacher_log_probs is not None:
-        kl, found = _kl_per_token(batch, algorithm, "k1", batch.teacher_log_probs, ranks)
-        metrics["distill/reverse_kl"] = found.mean
-        rewards = torch.zeros_like(rewards) if teacher.alone else rewards
-        rewards = rewards - teacher.kl_coef * kl if teacher.kl_in == "reward" else rewards
+    for capability in capabilities:
+        batch, measured = capability.rewarded(batch, ranks)
+        metrics |= measured
     if algorithm.use_kl_in_reward:
-        kl, found = _kl_per_token(batch, algorithm, algorithm.kl_penalty, known(batch.ref_log_probs), ranks)
-        metrics["actor/reward_kl_penalty"] = found.mean
+        kl, moments_of_kl = kl_per_token(
+            batch, algorithm.unit, algorithm.kl_penalty, batch.column("ref_log_probs"), ranks
+        )
+        metrics["actor/reward_kl_penalty"] = moments_of_kl.mean
         metrics["actor/reward_kl_penalty_coeff"] = controller.kl_coef
-        rewards = rewards - controller.kl_coef * kl
-        controller = controller.updated(found.mean, int(found.count))
-    return replace(batch, rewards=rewards), controller, metrics
+        batch = batch.penalised(controller.kl_coef * kl)
+        controller = controller.updated(moments_of_kl.mean, int(moments_of_kl.count))
+    return batch, controller, metrics
 
 
-def _kl_per_token(
-    batch: TokenBatch, algorithm: AlgorithmSpec, kind: str, other: Tensor, ranks: Ranks
+def kl_per_token(
+    batch: TokenBatch, unit: ResponseUnit, estimator: str, other: Tensor, ranks: Ranks
 ) -> tuple[Tensor, Moments]:
-    """KL(π_old, other) of each token (M,), 0.0 where π_old is not finite, and the mean of each response."""
-    old, unit = known(batch.old_log_probs), batch.units.of(algorithm.unit)
-    kl = kl_estimate(kind, old, other)
-    is_finite = ~unit.spread(unit.any(~old.isfinite()))
+    """KL of π_old to another policy at each token (M,), 0.0 where π_old is not finite, and the mean of each
+    response.
+
+    Args:
+        other: (M,) log-probs of the other policy, nats.
+
+    Raises:
+        RunFailure: the estimator returns a wrong shape or NaN.
+    """
+    old, responses = known(batch.old_log_probs), batch.units.of(unit)
+    kl = kl_estimate(estimator, old, other)
+    is_finite = ~responses.spread(responses.any(~old.isfinite()))
     kl = torch.where(is_finite | kl.isfinite(), kl, 0.0)
-    found = Moments.read(ranks.all_reduce(moments("kl", unit.mean(kl), unit.lengths > 0)), "kl")
-    if not math.isfinite(found.mean):
-        raise RunFailure(f"KL estimator {kind} returned NaN or infinity")
-    return kl, found
+    sums = moments("kl", responses.mean(kl), responses.lengths > 0)
+    moments_of_kl = Moments.read(ranks.all_reduce(sums), "kl")
+    if not math.isfinite(moments_of_kl.mean):
+        raise RunFailure(f"KL estimator {estimator} returned NaN or infinity")
+    return kl, moments_of_kl
 
 
 def with_advantages(batch: TokenBatch, algorithm: AlgorithmSpec, ranks: Ranks) -> TokenBatch:
@@ -219,56 +204,71 @@ def with_advantages(batch: TokenBatch, algorithm: AlgorithmSpec, ranks: Ranks) -
         RunFailure: the estimator returns a wrong shape, no target values for the critic, or NaN or infinite
             advantages (on all ranks).
     """
-    whole, mine = _whole_batch(batch, ranks)
-    found = estimated(whole, algorithm)
-    tokens = whole.units.episode.entries_of(mine)
-    advantages = found.advantages[tokens] * batch.units.episode.spread(batch.prompt_weights)
-    returns = None if found.returns is None else found.returns[tokens]
-    return replace(batch, advantages=advantages, returns=returns)
+    inputs, mine = _inputs_of_all(batch, algorithm, ranks)
+    estimate_of_all = estimate(algorithm.adv_estimator, inputs)
+    tokens = inputs.units.episode.entries_of(mine)
+    advantages = estimate_of_all.advantages[tokens] * batch.units.episode.spread(batch.prompt_weights)
+    returns = None if estimate_of_all.returns is None else estimate_of_all.returns[tokens]
+    return replace(batch, advantages=advantages).with_columns(returns=returns)
 
 
-def _whole_batch(batch: TokenBatch, ranks: Ranks) -> tuple[TokenBatch, Tensor]:
-    """What estimators read, of all ranks' episodes by group and member; indices (E,) of this rank's episodes.
+#: Columns that an advantage estimator may read.
+READ_BY_ESTIMATORS = ("baseline_scores", "score_norms", "sequence_weights", "values")
 
-    Tokens that were not sampled are left out.
+
+def _inputs_of_all(
+    batch: TokenBatch, algorithm: AlgorithmSpec, ranks: Ranks
+) -> tuple[AdvantageInputs, Tensor]:
+    """What estimators read, of all ranks' episodes by group and member; indices (E,) of this rank's ones.
+
+    Tokens do not travel: of the sampled ones only how many there are, where turns begin, and rewards.
     """
-    lengths = batch.units.sequence.lengths
-    reduced = replace(
-        batch,
-        token_ids=batch.turns,
-        sampled=torch.ones_like(batch.turns, dtype=torch.bool),
-        lengths=lengths,
-        kept=None,
-        most_likely=None,
-        teacher_top_k=None,
-        experts=None,
-    )
-    counts = ranks.all_gather(reduced.sequences_of_episodes.lengths)
-    gathered = reduced.mapped(lambda values, _: ranks.all_gather(values))
-    reduced = replace(gathered, owners=Segments(counts).index)
-    keys = list(zip(reduced.group_ids.tolist(), reduced.members.tolist(), strict=True))
-    order = sorted(range(len(keys)), key=keys.__getitem__)
-    places = {keys[place]: index for index, place in enumerate(order)}
-    own = zip(batch.group_ids.tolist(), batch.members.tolist(), strict=True)
-    mine = torch.tensor([places[key] for key in own], dtype=torch.int64, device=batch.group_ids.device)
-    return reduced.pick(order), mine
-
-
-def estimated(batch: TokenBatch, algorithm: AlgorithmSpec) -> Estimate:
-    """Advantages (M,) by `algorithm.adv_estimator`, from a whole batch; raises as `with_advantages`."""
-    part = ADVANTAGE_ESTIMATORS.part(algorithm.adv_estimator)
+    sequences = Segments(ranks.all_gather(batch.units.sequence.lengths))
+    of_episodes = Segments(ranks.all_gather(batch.sequences_of_episodes.lengths))
+    tokens = Segments(of_episodes.sum(sequences.lengths).long())  # of each episode
+    groups, members = ranks.all_gather(torch.stack([batch.group_ids, batch.members], 1)).unbind(1)
+    order = in_order(groups, members)
+    places = {
+        "episode": order,
+        "sequence": of_episodes.entries_of(order),
+        "sampled": tokens.entries_of(order),
+    }
+    turns = _runs_of_all(batch.turns, ranks)[places["sampled"]]
+    columns: dict[str, Any] = {}
+    for name in READ_BY_ESTIMATORS:
+        if name in batch.columns:
+            columns[name] = ranks.all_gather(batch.columns[name])[places[COLUMN_KINDS[name].level]]
     inputs = AdvantageInputs(
-        token_rewards=batch.rewards,
-        units=batch.units,
-        group_ids=batch.group_ids,
-        gamma=algorithm.gamma,
-        lam=algorithm.lam,
-        divide_by_std=algorithm.norm_adv_by_std_in_grpo,
-        gamma_per=algorithm.gamma_per,
-        values=batch.values,
-        baseline_scores=batch.baseline_scores,
-        score_norms=batch.score_norms,
-        sequence_weights=batch.sequence_weights,
-        params=params_of(part, algorithm.adv_params),
+        token_rewards=_runs_of_all(batch.rewards, ranks)[places["sampled"]],
+        rewards=ranks.all_gather(batch.episode_rewards)[order],
+        units=Units.nested(
+            Segments(sequences.lengths[places["sequence"]]), Segments(tokens.lengths[order]), turns
+        ),
+        group_ids=groups[order],
+        **_of_spec(algorithm),
+        **columns,
     )
-    return estimate(part.name, inputs)
+    first = ranks.all_gather(torch.tensor([batch.num_episodes], device=order.device))[: ranks.rank].sum()
+    position = torch.empty_like(order)
+    position[order] = torch.arange(len(order), device=order.device)
+    return inputs, position[first : first + batch.num_episodes]
+
+
+def _runs_of_all(column: Tensor, ranks: Ranks) -> Tensor:
+    """The columns of all ranks; equal neighbours travel as one value and their number."""
+    if ranks.world_size == 1:
+        return column
+    values, counts = torch.unique_consecutive(column, return_counts=True)
+    return ranks.all_gather(values).repeat_interleave(ranks.all_gather(counts))
+
+
+def _of_spec(algorithm: AlgorithmSpec) -> dict[str, Any]:
+    """The settings of the estimator, by their names in `AdvantageInputs`."""
+    part = ADVANTAGE_ESTIMATORS.part(algorithm.adv_estimator)
+    return {
+        "gamma": algorithm.gamma,
+        "lam": algorithm.lam,
+        "divide_by_std": algorithm.norm_adv_by_std_in_grpo,
+        "gamma_per": algorithm.gamma_per,
+        "params": params_of(part, algorithm.adv_params),
+    }

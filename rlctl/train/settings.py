@@ -8,16 +8,18 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from functools import partial
+from functools import cached_property, partial
 
 from rlctl.algos.rules import CorrectionRules, LossRule, RejectRule, WeightRule
-from rlctl.registry import CORRECTION_WEIGHTS, KL_ESTIMATORS, POLICY_LOSSES
-from rlctl.spec.algorithm import ActorSpec, CriticSpec
-from rlctl.spec.resolve import correction_rules, loss_rule
-from rlctl.spec.run_spec import RunSpec
+from rlctl.registry import POLICY_LOSSES
+from rlctl.run_spec.algorithm import ActorSpec, CriticSpec
+from rlctl.run_spec.resolve import correction_rules, loss_rule
+from rlctl.run_spec.run_spec import RunSpec
+from rlctl.train.capability import capabilities_of
+from rlctl.train.terms import Term
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class UpdateSettings:
     """Settings of the policy's updates: a spec, and its rules as the algorithms read them.
 
@@ -45,32 +47,16 @@ class UpdateSettings:
         """Whether π_old is π_rollout."""
         return self.spec.algorithm.rollout_correction.bypass_mode
 
-    @property
-    def centers_scores(self) -> bool:
-        """Whether the expected score under the sampler is subtracted, see `rlctl.algos.score_centering`."""
-        return self.spec.algorithm.rollout_correction.score_centering is not None
-
-    @property
-    def teacher_kl_coef(self) -> float:
-        """Coefficient of the KL to the teacher in the loss; 0: there is none."""
-        teacher = self.spec.algorithm.teacher
-        return teacher.kl_coef if teacher.path and teacher.kl_in == "loss" else 0.0
-
-    @property
-    def teacher_kl_type(self) -> str | None:
-        """Its KL estimator; None: the KL of the teacher's most likely tokens and the others."""
-        return self.spec.algorithm.teacher.kl_type
+    @cached_property
+    def terms(self) -> tuple[Term, ...]:
+        """The terms of the loss beside the policy gradient."""
+        return tuple(term for each in capabilities_of(self.spec) for term in each.terms(self.rules))
 
     def tightened(self) -> UpdateSettings:
         """A copy with all bounds in effect tightened (`tighter_…`); equal to `self` if there are none."""
         weight = tighter_weight(self.rules.weight) if self.weights_are_applied else self.rules.weight
         reject = tuple(tighter_criterion(rule) for rule in self.rules.reject)
         return replace(self, rules=replace(self.rules, weight=weight, reject=reject))
-
-    @property
-    def kl_loss_type(self) -> str | None:
-        """KL estimator of the KL loss; None: no KL in the loss."""
-        return self.actor.kl_loss_type if self.actor.use_kl_loss else None
 
     @property
     def weights_are_applied(self) -> bool:
@@ -84,7 +70,7 @@ class UpdateSettings:
     @property
     def needs_policy_statistics(self) -> bool:
         """Whether the loss needs statistics of the whole mini-batch that depend on π_θ."""
-        return self.loss.needs_statistics or bool(self.actor.router_aux_loss_coef)
+        return self.loss.needs_statistics or any(term.reads_mini_batch for term in self.terms)
 
     @property
     def normalizes(self) -> bool:
@@ -98,36 +84,21 @@ class UpdateSettings:
         return self.normalizes or after or self.needs_policy_statistics
 
     @property
-    def weights_teacher(self) -> bool:
-        """Whether importance weights, if applied, multiply the KL to the teacher.
-
-        Not if it contains π_θ/π_rollout itself. Without the sampled token in it, the token's own ratio would
-        add noise: such a KL depends on the policies by the tokens before it only.
-        """
-        if self.teacher_kl_type is not None:
-            return "rollout_log_probs" not in KL_ESTIMATORS.part(self.teacher_kl_type).needs
-        return CORRECTION_WEIGHTS.part(self.rules.weight.level or "token").unit != "token"
-
-    @property
-    def has_kl(self) -> bool:
-        """Whether a KL is in the loss."""
-        return self.kl_loss_type is not None or self.teacher_kl_coef > 0
-
-    @property
     def vanishes_without_advantage(self) -> bool:
-        """Whether tokens with advantage 0 have no gradient: no other term of the loss applies to them."""
-        has_terms = bool(self.actor.entropy_coeff or self.actor.router_aux_loss_coef or self.has_kl)
-        return POLICY_LOSSES.part(self.loss.name).vanishes_without_advantage and not has_terms
+        """Whether tokens with advantage 0 have no gradient: no term of the loss applies to them."""
+        return POLICY_LOSSES.part(self.loss.name).vanishes_without_advantage and all(
+            term.vanishes_without_advantage for term in self.terms
+        )
 
     @property
     def statistics_only_scale(self) -> bool:
         """Whether these statistics only scale the loss, so that its gradient can be scaled afterwards.
 
         Denominators divide all terms equally. The mean weight divides only the policy-gradient term, which
-        is proportional to the weights for every loss.
+        is proportional to the weights for every loss, and the terms that say so.
         """
-        has_other_terms = bool(self.actor.entropy_coeff) or self.has_kl
-        return not self.needs_policy_statistics and not (self.normalizes and has_other_terms)
+        is_divided = all(term.scales_with_weights for term in self.terms)
+        return not self.needs_policy_statistics and (is_divided or not self.normalizes)
 
 
 def tighter_weight(rule: WeightRule) -> WeightRule:

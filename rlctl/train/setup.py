@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import gc
+from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
@@ -11,21 +12,26 @@ from typing import Any
 
 import torch
 
+from rlctl.data.mixture import MixedSource
 from rlctl.data.prompts import PromptDataset
 from rlctl.data.read import load_rows
+from rlctl.data.schema import Row
 from rlctl.engine.ranks import Ranks, network_notes
 from rlctl.environment.build import EpisodeSource
 from rlctl.prepare.findings import placeholder_notes
+from rlctl.prepare.needs import check_needs
 from rlctl.reward.build import build_reward
-from rlctl.spec.run_spec import RunSpec
+from rlctl.rollout.closed_ports import close_group_ports
+from rlctl.run_spec.run_spec import RunSpec
 from rlctl.track.console import Startup
 from rlctl.track.open_run import RunRecord
 from rlctl.track.rollouts import RolloutWriter
 from rlctl.track.run_dir import note_in_environment
 from rlctl.track.sink import SinkInputs
 from rlctl.track.tracker import Tracker, build_tracker
-from rlctl.train.models import build_models
-from rlctl.train.preflight import local_sources, num_batches
+from rlctl.train.history import History
+from rlctl.train.models import build_models, policy_tokenizer
+from rlctl.train.preflight import LocalSources, local_sources, num_batches, record_files
 from rlctl.train.resume import check_rows
 from rlctl.train.run import Run, is_sync_due
 from rlctl.train.sample_and_grade import sample_groups
@@ -53,16 +59,18 @@ def build(
         UsageError, EnvironmentFailure, RunFailure: model, data or checkpoint cannot be used.
     """
     torch.manual_seed(spec.trainer.seed)
-    model_path, train_files, val_files = local_sources(spec)
-    startup.phase(f"loading {spec.model.path} and starting the engines")
-    models = build_models(spec, model_path, ranks, run_dir, stack)
-    startup.phase("reading the prompts")
-    train_prompts = _prompts(train_files, models.tokenizer, spec)
-    val_prompts = _prompts(val_files, models.tokenizer, spec) if val_files else None
+    sources = local_sources(spec, run_dir=run_dir)
+    startup.phase("reading the prompts")  # before the engines start: a problem of a row is found in seconds
+    tokenizer = policy_tokenizer(spec, sources.model_path)
+    episodes = stack.enter_context(contextlib.closing(EpisodeSource.of(spec, tokenizer)))
+    train_prompts, val_prompts = _prompts(spec, sources, tokenizer, episodes)
     prompts = {"data.train_files": train_prompts, "data.val_files": val_prompts}
     changes = check_rows(spec, prompts, run_dir, ranks)
     train_prompts.check_batch_size(spec.data.train_batch_size)
-    episodes = stack.enter_context(contextlib.closing(EpisodeSource.of(spec, models.tokenizer)))
+    if ranks.is_main and not resume:
+        record_files(run_dir, sources)
+    startup.phase(f"loading {spec.model.path} and starting the engines")
+    models = build_models(spec, sources.model_path, ranks, run_dir, stack)
     run = Run(
         **vars(models),
         spec=spec,
@@ -82,9 +90,17 @@ def build(
     if not resume and (spec.model.lora_adapter_path or not spec.rollout_engine.starts_with_policy):
         run.rollout.sync_weights(run.actor, policy_version=0)
     if ranks.is_main:
-        note_in_environment(run_dir, rollout_engine=run.rollout.description, total_steps=run.total_steps)
+        note_in_environment(
+            run_dir, rollout_engine=run.rollout.report().description, total_steps=run.total_steps
+        )
     if ranks.is_main and (per_step := spec.trainer.rollouts_per_step):
-        writer = RolloutWriter(run_dir, per_step, exact_sampling=spec.rollout.exact_sampling)
+        writer = RolloutWriter(
+            run_dir,
+            per_step,
+            exact_sampling=spec.rollout.exact_sampling,
+            columns=[name for capability in run.capabilities for name in capability.dumped],
+            decode=run.tokenizer.decode,
+        )
         notes += writer.discard_after(run.start_step) if resume else []
         run.rollout_writer = writer
     startup.phase("starting the graders")
@@ -99,9 +115,9 @@ def build(
     run.tracker = stack.enter_context(_tracker(run, watchdog))
     if resume and ranks.is_main:  # without steps that the tracker has removed
         rows = RunRecord(run_dir).rows()
-        run.history = [
-            {key: float(value) for key, value in row.items() if key != "timestamp"} for row in rows
-        ]
+        run.history = History(
+            [{key: float(value) for key, value in row.items() if key != "timestamp"} for row in rows]
+        )
     if run.rollout_writer:
         stack.callback(run.rollout_writer.flush)
     notes += [*changes, *network_notes()]
@@ -110,16 +126,23 @@ def build(
         notes.append(f"training prompts of more than {limit} tokens are excluded: {count:,}")
     if {term.name for term in spec.reward.all_terms} & {"auto", "maths"}:
         notes += placeholder_notes({key: each.rows for key, each in prompts.items() if each})
-    for note in [*notes, *run.notes, *run.rollout.notes]:
+    for note in [*notes, *run.notes, *run.rollout.report().notes]:
         run.tracker.note(note)
     if resume and not is_sync_due(run, run.start_step):
         note = "the run stopped between two weight syncs: the next responses are sampled with newer weights"
         run.tracker.note(f"warning: {note} than without the interruption")
+    _make_ready(run, stack)
+    return run
+
+
+def _make_ready(run: Run, stack: contextlib.ExitStack) -> None:
+    """The last steps of the start, when all groups of ranks and all long-lived objects exist."""
     check_first_sync(run)
+    if run.spec.is_on_one_machine:
+        close_group_ports()
     gc.collect()
     gc.freeze()  # else every search for cycles visits a million objects of libraries, 60 ms
     stack.callback(gc.unfreeze)
-    return run
 
 
 def _stream(run: Run, stack: contextlib.ExitStack) -> RolloutStream:
@@ -145,14 +168,34 @@ def _stream(run: Run, stack: contextlib.ExitStack) -> RolloutStream:
     )
 
 
-def _prompts(files: list[str], tokenizer: Any, spec: RunSpec) -> PromptDataset:
-    return PromptDataset(
-        load_rows(files, continue_final_message=spec.data.continue_final_message),
-        tokenizer,
-        max_prompt_length=spec.data.max_prompt_length,
-        filter_overlong=spec.data.filter_overlong_prompts,
-        chat_template_kwargs=spec.data.chat_template_kwargs,
-    )
+def _prompts(
+    spec: RunSpec, sources: LocalSources, tokenizer: Any, episodes: EpisodeSource
+) -> tuple[PromptDataset, PromptDataset | None]:
+    """Prompts of training and validation, with all that the reward and the environment read of their rows."""
+    data, mix = spec.data, []
+    train: list[Row] = []
+    val: list[Row] = []
+    for name, files in sources.train_files.items():
+        rows = load_rows(files, continue_final_message=data.continue_final_message)
+        train += rows
+        if isinstance(data.train_files, dict):
+            mix.append(MixedSource(name, len(rows), data.train_files[name]))
+    for files in sources.val_files.values():
+        val += load_rows(files, continue_final_message=data.continue_final_message)
+    check_needs([*train, *val], spec.reward, spec.environment)
+
+    def prompts(rows: list[Row], mix: Sequence[MixedSource] = ()) -> PromptDataset:
+        return PromptDataset(
+            rows,
+            tokenizer,
+            max_prompt_length=data.max_prompt_length,
+            filter_overlong=data.filter_overlong_prompts,
+            chat_template_kwargs=data.chat_template_kwargs,
+            mix=mix,
+            first_length=episodes.first_length if spec.environment.is_multi_turn else None,
+        )
+
+    return prompts(train, mix), prompts(val) if val else None
 
 
 def _tracker(run: Run, watchdog: Watchdog) -> Tracker:

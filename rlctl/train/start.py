@@ -9,7 +9,9 @@ start_run          checks, run directory, what a resumed run may change, sources
 from __future__ import annotations
 
 import contextlib
+import json
 import os
+import shlex
 import shutil
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
@@ -19,22 +21,25 @@ from typing import TYPE_CHECKING, Any
 import yaml
 
 from rlctl import leftovers
-from rlctl.engine.checkpoint import CHECKPOINTS, remove_unwritten
+from rlctl.capabilities.sections import sections
+from rlctl.engine.checkpoint import CHECKPOINTS, has_published, remove_unwritten
 from rlctl.engine.launch import run_ranks, under_torchrun
-from rlctl.errors import EnvironmentFailure, SpecError, UsageError
-from rlctl.files import matches
+from rlctl.errors import EnvironmentFailure, RlctlError, SpecError, UsageError
+from rlctl.files import is_utf8, keep_compiled_code, matches
 from rlctl.model_files import hub_commit
-from rlctl.spec.base import seconds
-from rlctl.spec.load import RUN_SPEC_FILE, dump_spec, recorded_spec
-from rlctl.spec.model import EMBEDDED, NAMED_MODELS
-from rlctl.spec.run_spec import RunSpec
+from rlctl.run_spec.base import seconds
+from rlctl.run_spec.keys import leaves_of
+from rlctl.run_spec.load import RUN_SPEC_FILE, dump_spec, recorded_spec
+from rlctl.run_spec.model import EMBEDDED, NAMED_MODELS
+from rlctl.run_spec.run_spec import RunSpec
 from rlctl.track.console import Startup
 from rlctl.track.jsonl import METRICS_FILE
-from rlctl.track.run_dir import claim_default_path, open_run_dir
+from rlctl.track.run_dir import EARLIER, RunDir, claim_default_path, is_in_use, open_run_dir
+from rlctl.track.trust import sign, values_of
 from rlctl.train.preflight import check_trackers, local_sources, masked_values
 from rlctl.train.resume import compare_inputs, file_fingerprints, refuse_unsafe
 from rlctl.train.stop import Watchdog, catching_signals, end_process
-from rlctl.user_code import absolute_name, files_of, split_names
+from rlctl.user_code import COMMANDS, absolute_command, absolute_name, files_of, split_names
 
 if TYPE_CHECKING:
     from rlctl.engine.ranks import Ranks
@@ -45,7 +50,8 @@ STOPPED_BY_GUARDRAILS = 3
 #: Keys of local paths, and of lists of them.
 _PATHS = frozenset(
     {
-        *("model.path", "model.lora_adapter_path", "critic.path", "ref.path", "algorithm.teacher.path"),
+        *("model.path", "model.lora_adapter_path", "critic.path", "ref.path"),
+        *(key for section in sections().values() for key in section.model_keys),
         *("reward.model.path", "data.train_files", "data.val_files"),
     }
 )
@@ -77,11 +83,13 @@ def start_run(
     Raises:
         RlctlError: the run cannot start or continue.
     """
+    keep_compiled_code()
     leftovers.clear()
     spec = with_absolute_paths(spec)
     _check_ranks(spec)
     if masked := masked_values(spec):
         raise SpecError(masked)
+    _check_utf8(spec)
     run_dir = resume or _path_of(spec)
     if under_torchrun() and os.environ["RANK"] != "0":
         return run_dir, run_rank(dump_spec(spec), str(run_dir), resume is not None, trains)
@@ -89,19 +97,20 @@ def start_run(
         raise EnvironmentFailure(problem.what, where=problem.key, fix=problem.fix)
     lines: list[str] = []
     if resume and resume.is_dir() and any(resume.iterdir()):  # otherwise `open_run_dir` says so
+        _require_checkpoint(resume)
         lines = [f"changed: {line}" for line in changes_of(run_dir, spec)]
     if not spec.is_embedded:
         spec = _updated(spec, "model", revision=hub_commit(spec.model.path, spec.model.revision))
     inputs = file_fingerprints(spec)
-    with open_run_dir(run_dir, resume=resume is not None) as opened:
+    with open_run_dir(run_dir, resume=resume is not None, is_lost=_has_no_checkpoint) as opened:
+        lines += [] if resume else _set_aside(opened)
         lines += compare_inputs(run_dir, "files", inputs, accepts=spec.trainer.accept_changed_inputs)
         for line in lines:
             note(line)
-        opened.write_spec(_updated(spec, "trainer", accept_changed_inputs=False).model_dump(mode="json"))
-        opened.write_environment()
+        _record(opened, spec, note)
         note(f"run directory: {run_dir}")
         target_args = (dump_spec(spec), str(run_dir), resume is not None, trains)
-        fetch = partial(local_sources, spec, note)
+        fetch = partial(local_sources, spec, note, run_dir)
         try:
             if not under_torchrun():
                 fetch()  # before the ranks start: their collectives would time out
@@ -115,9 +124,16 @@ def start_run(
         except BaseException as error:  # Ctrl-C and SIGTERM included
             is_removed = not resume and _remove_unused(run_dir)
             if isinstance(error, Exception) and not is_removed:
-                remove_unwritten(run_dir / CHECKPOINTS, error)
-                opened.write_failure(error)
+                _record_failure(opened, error, spec)
             raise
+
+
+def _record(opened: RunDir, spec: RunSpec, note: Callable[[str], None]) -> None:
+    """Writes the spec and the environment of the run, and the permission for its code."""
+    opened.write_spec(_updated(spec, "trainer", accept_changed_inputs=False).model_dump(mode="json"))
+    opened.write_environment()
+    if warning := sign(opened.path, values_of(recorded_spec(opened.path / RUN_SPEC_FILE))):
+        note(f"warning: {warning}")
 
 
 def prove(spec: RunSpec, note: Callable[[str], None]) -> int:
@@ -141,11 +157,64 @@ def changes_of(run_dir: Path, spec: RunSpec) -> list[str]:
     return refuse_unsafe(recorded_spec(run_dir / RUN_SPEC_FILE), with_absolute_paths(spec))
 
 
+def _has_no_checkpoint(run_dir: Path) -> bool:
+    """Whether the run in a directory has written no checkpoint, so that it cannot be resumed."""
+    return not has_published(run_dir / CHECKPOINTS)
+
+
+def _require_checkpoint(run_dir: Path) -> None:
+    """Refuses to resume a run without a checkpoint before anything is loaded.
+
+    Raises:
+        UsageError: as above.
+    """
+    if (run_dir / RUN_SPEC_FILE).is_file() and _has_no_checkpoint(run_dir) and not is_in_use(run_dir):
+        spec, again = shlex.quote(str(run_dir / RUN_SPEC_FILE)), shlex.quote(f"trainer.run_dir={run_dir}")
+        raise UsageError(
+            "the run ended before its first checkpoint, so there is nothing to resume",
+            where=str(run_dir),
+            fix=f"start it again, in the same directory if you like: rlctl train {spec} {again}",
+        )
+
+
+def _set_aside(opened: RunDir) -> list[str]:
+    """Makes the directory of a run without a checkpoint empty; a line to show if there was one."""
+    earlier = opened.set_aside()
+    where = f"{opened.path}: its files are in {earlier.name}/" if earlier else ""
+    return [f"the last run ended before its first checkpoint, in {where}"] if earlier else []
+
+
+def _record_failure(opened: RunDir, error: Exception, spec: RunSpec) -> None:
+    """Leaves the directory of a run that failed with its reason and without half a checkpoint."""
+    remove_unwritten(opened.path / CHECKPOINTS, error)
+    if isinstance(error, RlctlError) and _has_no_checkpoint(opened.path):
+        error.fix = _without_resuming(error.fix, spec)
+    opened.write_failure(error)
+
+
+def _without_resuming(fix: str | None, spec: RunSpec) -> str:
+    """What to do about a failure before the first checkpoint, instead of resuming."""
+    again = "start it again with the same command; the directory can be used again"
+    every = f"trainer.save_freq = {spec.trainer.save_freq}"
+    none = f"no checkpoint was written yet ({every}), so there is nothing to resume: {again}"
+    kept = [
+        part for part in (fix or "").split("; ") if "--resume" not in part and "checkpoints are" not in part
+    ]
+    return "; ".join([*filter(None, kept), none])
+
+
 def _remove_unused(run_dir: Path) -> bool:
-    """Removes a run that failed before its first step, so that the corrected command can reuse its path."""
+    """Removes a run that failed before its first step, so that the corrected command can reuse its path.
+
+    The files of earlier runs in the directory stay.
+    """
     metrics = run_dir / METRICS_FILE
     is_unused = not metrics.exists() or not metrics.stat().st_size
-    if is_unused:
+    if is_unused and any(run_dir.glob(f"{EARLIER}*")):
+        for path in run_dir.iterdir():
+            if not path.name.startswith(EARLIER):
+                shutil.rmtree(path) if path.is_dir() else path.unlink()
+    elif is_unused:
         shutil.rmtree(run_dir, ignore_errors=True)
     return is_unused
 
@@ -229,6 +298,13 @@ def _path_of(spec: RunSpec) -> Path:
     return claim_default_path(spec.trainer.project_name, spec.trainer.experiment_name)
 
 
+def _check_utf8(spec: RunSpec) -> None:
+    for key, value in leaves_of(spec).items():
+        if not is_utf8(json.dumps(value, ensure_ascii=False, default=str)):
+            message = "the value is not UTF-8, so that no file of the run could hold it"
+            raise UsageError(message, where=key, fix="rename the file or the directory")
+
+
 def with_absolute_paths(spec: RunSpec) -> RunSpec:
     """`spec` with every local path absolute, so that the run can be resumed from any directory.
 
@@ -240,7 +316,8 @@ def with_absolute_paths(spec: RunSpec) -> RunSpec:
 def _absolute(value: Any, key: str = "") -> Any:
     """A copy of the value at a dotted key, in which paths and the files of users' functions are absolute."""
     if isinstance(value, dict):
-        return {name: _absolute(below, f"{key}.{name}".lstrip(".")) for name, below in value.items()}
+        renamed = {name: _absolute(name, key) if key in _PATHS else name for name in value}
+        return {renamed[name]: _absolute(below, f"{key}.{name}".lstrip(".")) for name, below in value.items()}
     if isinstance(value, list | tuple):
         return [_absolute(item, key) for item in value]
     if not isinstance(value, str):
@@ -248,6 +325,8 @@ def _absolute(value: Any, key: str = "") -> Any:
     if key in _PATHS:
         is_name = value == EMBEDDED or value in NAMED_MODELS
         return value if is_name or not matches(value) else str(Path(value).expanduser().resolve())
+    if value.startswith(COMMANDS):
+        return absolute_command(value) if files_of(value) else value
     names = split_names(value) if ".py:" in value else []
     absolute = [absolute_name(name) if files_of(name) else name for name in names]
     return value if absolute == names else ",".join(absolute)

@@ -17,22 +17,28 @@ from torch import Tensor
 
 from rlctl.algos.estimators import has_spread
 from rlctl.algos.losses import clamped_exp
-from rlctl.algos.segments import HostSums, Moments, Segments, Sums, counts, moments, ratio
-from rlctl.batch import Episode, TokenBatch
-from rlctl.environment.protocol import STOP_REASONS
+from rlctl.algos.segments import HostSums, Moments, Sums, counts, moments, ratio
+from rlctl.batch import TokenBatch
+from rlctl.environment.protocol import PROMPT_OVERLONG, STOP_REASONS
 from rlctl.errors import RunFailure, known
 from rlctl.reward.build import refuse_errors
 from rlctl.reward.protocol import FailureKind
 
 if TYPE_CHECKING:
     from rlctl.reward.protocol import Graded
-    from rlctl.spec.run_spec import RunSpec
+    from rlctl.run_spec.run_spec import RunSpec
     from rlctl.train.run import Run
 
 #: Mean square of the log-ratio of a few tokens sampled right after a weight sync.
 ENGINE = "rollout_corr/split/engine"
 #: Share of tokens that attend to keys and values of older weights.
 STALE_CACHE = "rollout_corr/stale_cache_fraction"
+
+#: Sampled tokens whose id the tokenizer does not have: models have more rows than their tokenizers.
+UNKNOWN = "response/num_unknown_tokens"
+
+#: Episodes that ended before anything was sampled.
+OVERLONG_PROMPTS = "episode/num_overlong_prompts"
 
 _MAX_NAMED = 8
 #: Metrics of episodes whose maximum is logged beside the mean.
@@ -56,19 +62,23 @@ def metrics_of_episodes(run: Run, graded: Graded) -> dict[str, float]:
     spec, ranks, version = run.spec, run.ranks, run.policy_version
     has_ages = spec.rollout.in_flight or spec.rollout.max_age_updates is not None
     own = episode_sums(graded, version, spec.data.max_prompt_length)
+    tokens = graded.episodes.tokens
+    own |= counts({UNKNOWN: int((tokens.sampled & (tokens.token_ids >= len(run.tokenizer))).sum())})
     if has_ages:
         own |= age_sums(graded, version, spec.rollout.max_age_updates)
-    if spec.environment.has_episodes:
-        names = set(ranks.exchange([name for episode in graded.episodes for name in episode.metrics]))
+    if spec.environment.is_multi_turn:
+        names = set(ranks.exchange([name for metrics in graded.episodes.metrics for name in metrics]))
         own |= environment_sums(graded, sorted(names))
     sums = ranks.all_reduce({name: value.to(ranks.device) for name, value in own.items()})
     errors = graded.rewards.errors + (graded.baseline.errors if graded.baseline else [])
     refuse_ungraded(run, sums["reward/num_errors"], spec.data.train_batch_size * spec.rollout.n, errors)
     _refuse_failed(run, sums["episode/num_failed"], sums["response_length.n"], graded)
-    metrics = episode_metrics(sums, compares_siblings=spec.algorithm.estimator_needs("group_ids"))
+    _refuse_overlong(run, sums[OVERLONG_PROMPTS], graded)
+    metrics = {UNKNOWN: sums[UNKNOWN]}
+    metrics |= episode_metrics(sums, compares_siblings=spec.algorithm.estimator_needs("group_ids"))
     if has_ages:
         metrics |= age_metrics(sums)
-    return metrics | (environment_metrics(sums) if spec.environment.has_episodes else {})
+    return metrics | (environment_metrics(sums) if spec.environment.is_multi_turn else {})
 
 
 def metrics_of_tokens(
@@ -82,11 +92,15 @@ def metrics_of_tokens(
     """
     spec = run.spec
     own = token_sums(batch) | ratio_sums(batch, training_log_probs, spec)
-    if spec.environment.has_episodes:
+    for capability in run.capabilities:
+        own |= capability.token_sums(batch)
+    if spec.environment.is_multi_turn:
         own |= turn_sums(batch, training_log_probs)
     sums = run.data_ranks.all_reduce(own)
     metrics = token_metrics(sums) | ratio_metrics(sums, spec, probed)
-    return metrics | (turn_metrics(sums) if spec.environment.has_episodes else {})
+    for capability in run.capabilities:
+        metrics |= capability.token_metrics(sums)
+    return metrics | (turn_metrics(sums) if spec.environment.is_multi_turn else {})
 
 
 def refuse_ungraded(run: Run, num_failed: float, num_total: float, errors: list[str]) -> None:
@@ -107,10 +121,21 @@ def _refuse_failed(run: Run, num_failed: float, num_whole: float, graded: Graded
     """Ends the run if too many episodes failed by faults of the environment (a collective)."""
     limit, total = run.spec.environment.max_failed_fraction, num_failed + num_whole
     if num_failed > limit * total:
-        first = run.ranks.first(next((e.error for e in graded.episodes if e.error), ""))
+        first = run.ranks.first(next(filter(None, graded.episodes.errors), ""))
         what = f"{num_failed:.0f} of {total:.0f} episodes failed by faults of the environment"
         fix = f"correct the environment, or raise environment.max_failed_fraction (now {limit:g})"
         raise RunFailure(f"{what}; the first: {first}", where="environment", fix=fix)
+
+
+def _refuse_overlong(run: Run, num_overlong: float, graded: Graded) -> None:
+    """Ends the run if the first prompt of an episode is too long and may not be left out (a collective)."""
+    if num_overlong and not run.spec.data.filter_overlong_prompts:
+        episodes = graded.episodes
+        columns = zip(episodes.tasks, episodes.stop_reasons, episodes.errors, strict=True)
+        overlong = [f"row {task.row}: {error}" for task, why, error in columns if why == PROMPT_OVERLONG]
+        first = run.ranks.first("".join(overlong[:1]))
+        fix = "raise it, or set data.filter_overlong_prompts=true"
+        raise RunFailure(f"{first}, with what reset said", where="data.max_prompt_length", fix=fix)
 
 
 # --- episodes that were sampled ----------------------------------------------------------------------
@@ -125,38 +150,34 @@ def episode_sums(graded: Graded, policy_version: int, max_prompt_length: int) ->
     full_prompts, truncated, groups, and flat_groups, whose grades (without the overlong penalty) are equal.
     Episodes that failed by faults of the environment are in `episode/num_failed` only.
     """
-    rewards, whole = graded.rewards, _whole(graded)
-    valid = graded.valid & torch.tensor([not episode.error for episode in graded.episodes], dtype=torch.bool)
-    num_groups, num_aborted = len({e.task.group_id for e in whole}), sum(e.aborted for e in whole)
-    prompts = _column(len(episode.task.prompt_ids) for episode in whole)
-    groups = torch.tensor([episode.task.group_id for episode in graded.episodes], dtype=torch.int64)[valid]
+    episodes, rewards, is_whole = graded.episodes, graded.rewards, ~graded.episodes.failed
+    valid, group_ids = graded.valid & is_whole, episodes.tokens.group_ids
+    stop_reasons = [
+        reason for reason, error in zip(episodes.stop_reasons, episodes.errors, strict=True) if not error
+    ]
+    num_groups, num_whole = len(set(group_ids[is_whole].tolist())), len(stop_reasons)
+    num_aborted, num_overlong = stop_reasons.count("aborted"), episodes.stop_reasons.count(PROMPT_OVERLONG)
+    prompts = episodes.num_prompt[is_whole]
+    groups = group_ids[valid]
     spread = has_spread(rewards.graded[valid], groups)
     sums = moments("critic/score", rewards.scores[valid]) | moments("prompt_length", prompts)
-    sums |= moments("response_length", _column(episode.num_sampled for episode in whole))
-    sums |= moments("staleness", ages_of(whole, policy_version))
+    sums |= moments("response_length", episodes.num_sampled[is_whole])
+    sums |= moments("staleness", episodes.ages(policy_version)[is_whole])
     for term, scores in rewards.parts.items():
         sums |= moments(f"term.{term}", scores.nan_to_num(), valid & ~scores.isnan())
     numbers = {
         "full_prompts": int((prompts >= max_prompt_length).sum()),
-        "truncated": sum(episode.truncated for episode in whole),
+        "truncated": stop_reasons.count("max_tokens"),
         "response/num_aborted": num_aborted,
-        "reward/num_errors": len(whole) - num_aborted - int(valid.sum()),
+        "reward/num_errors": num_whole - num_aborted - int(valid.sum()),
         "reward/num_timeouts": sum(rewards.timeouts.values()),
-        "episode/num_failed": len(graded.episodes) - len(whole),
+        "episode/num_failed": len(episodes) - num_whole - num_overlong,
+        OVERLONG_PROMPTS: num_overlong,
         "groups": num_groups,
         "flat_groups": num_groups - len(set(groups[spread].tolist())),
     }
     numbers |= {f"errors.{term}": rewards.errors_by_term.get(term, 0) for term in rewards.parts}
     return sums | counts(numbers)
-
-
-def _whole(graded: Graded) -> list[Episode]:
-    """The episodes that did not fail by faults of the environment."""
-    return [episode for episode in graded.episodes if not episode.error]
-
-
-def _column(values: Iterable[float]) -> Tensor:
-    return torch.tensor(list(values), dtype=torch.float64)
 
 
 def episode_metrics(sums: HostSums, *, compares_siblings: bool) -> dict[str, float]:
@@ -194,16 +215,6 @@ def _extremes(sums: HostSums, *names: str) -> dict[str, float]:
     return metrics
 
 
-def ages_of(episodes: Sequence[Episode], policy_version: int) -> Tensor:
-    """(E,) float64: optimizer updates from the weights that sampled the oldest token to the trained policy.
-
-    0 for an episode without sampled tokens.
-    """
-    versions = [sequence.versions for episode in episodes for sequence in episode.sequences]
-    ages = policy_version - torch.cat([torch.empty(0, dtype=torch.int64), *versions])
-    return Segments(torch.tensor([e.num_sampled for e in episodes], dtype=torch.int64)).max(ages).clamp(min=0)
-
-
 def age_sums(graded: Graded, policy_version: int, limit: int | None) -> Sums:
     """Sums over the graded episodes that this rank sampled, by age.
 
@@ -212,23 +223,22 @@ def age_sums(graded: Graded, policy_version: int, limit: int | None) -> Sums:
     graded episodes. Counts: `aged` episodes, and `mixed` ones, whose tokens were sampled by more than one
     version.
     """
-    places = graded.valid.nonzero().squeeze(1)
-    episodes = [graded.episodes[place] for place in places.tolist()]
-    scores = graded.rewards.graded[places].double()
-    none = torch.empty(0, dtype=torch.int64)
-    versions = [torch.cat([none, *(s.versions for s in episode.sequences)]) for episode in episodes]
-    sums = moments("age", policy_version - torch.cat([none, *versions]))
-    sums |= counts({"aged": len(episodes), "mixed": sum(len(set(x.tolist())) > 1 for x in versions)})
+    valid = graded.valid
+    episodes, tokens = graded.episodes.tokens.units.episode, graded.episodes.tokens
+    scores, versions = graded.rewards.graded[valid].double(), tokens.versions
+    is_mixed = (episodes.max(versions) > -episodes.max(-versions)) & (episodes.lengths > 0)
+    sums = moments("age", (policy_version - versions)[episodes.spread(valid)])
+    sums |= counts({"aged": int(valid.sum()), "mixed": int((is_mixed & valid).sum())})
     if limit is None:
         return sums
-    groups = torch.tensor([episode.task.group_id for episode in episodes], dtype=torch.int64)
+    groups = tokens.group_ids[valid]
     prompt_scores = torch.bincount(groups, scores) / torch.bincount(groups)
     columns = {
-        "length": _column(episode.num_sampled for episode in episodes),
+        "length": episodes.lengths[valid],
         "score": scores,
         "prompt_score": prompt_scores[groups],
     }
-    is_older = ages_of(episodes, policy_version) > limit
+    is_older = graded.episodes.ages(policy_version)[valid] > limit
     for name, values in columns.items():
         sums |= moments(f"age/older_{name}", values, is_older)
         sums |= moments(f"age/within_{name}", values, ~is_older)
@@ -254,15 +264,19 @@ def environment_sums(graded: Graded, names: Iterable[str]) -> Sums:
     episode does not have is left out. Counts: `stop.REASON`, and `observed` tokens, which follow the first
     sampled token of their sequence and were not sampled.
     """
-    whole = _whole(graded)
+    episodes, is_whole = graded.episodes, ~graded.episodes.failed
+    columns = zip(episodes.metrics, episodes.stop_reasons, episodes.errors, strict=True)
+    whole = [(metrics, reason) for metrics, reason, error in columns if not error]
     sums: Sums = {}
     for name in names:
-        found = _column(episode.metrics[name] for episode in whole if name in episode.metrics)
-        sums |= moments(f"episode/{name}", found)
-    sampled = [sequence.sampled for episode in whole for sequence in episode.sequences]
-    observed = sum(int((~flags & (flags.cumsum(0) > 0)).sum()) for flags in sampled)
-    stops = {f"stop.{reason}": sum(e.stop_reason == reason for e in whole) for reason in STOP_REASONS}
-    return sums | counts(stops | {"observed": observed})
+        numbers = [metrics[name] for metrics, _ in whole if name in metrics]
+        sums |= moments(f"episode/{name}", torch.tensor(numbers, dtype=torch.float64))
+    tokens = episodes.tokens
+    has_spoken = tokens.sequences.cumsum(tokens.sampled) > 0
+    is_observed = ~tokens.sampled & has_spoken & tokens.sequences.spread(is_whole[tokens.owners])
+    reasons = [reason for _, reason in whole]
+    stops = {f"stop.{reason}": reasons.count(reason) for reason in STOP_REASONS}
+    return sums | counts(stops | {"observed": int(is_observed.sum())})
 
 
 def environment_metrics(sums: HostSums) -> dict[str, float]:
@@ -278,6 +292,7 @@ def environment_metrics(sums: HostSums) -> dict[str, float]:
         metrics[f"episode/stop/{reason}"] = ratio(sums[f"stop.{reason}"], sampled.count)
     return metrics | {
         "episode/num_failed": sums["episode/num_failed"],
+        OVERLONG_PROMPTS: sums[OVERLONG_PROMPTS],
         "episode/observation_fraction": ratio(sums["observed"], sums["observed"] + sampled.total),
     }
 
@@ -286,26 +301,18 @@ def environment_metrics(sums: HostSums) -> dict[str, float]:
 
 
 def token_sums(batch: TokenBatch) -> Sums:
-    """Moments of what this rank trains on: rewards per episode, advantages, values and returns per token.
-
-    With routing replay also the number of tokens whose experts the engine did not report; the last one of a
-    sequence, which is not read, does not count.
-    """
-    sums = moments("critic/rewards", batch.units.episode.sum(batch.rewards))
+    """Moments of what this rank trains on: rewards per episode, advantages, values and returns per token."""
+    sums = moments("critic/rewards", batch.episode_rewards)
     sums |= moments("critic/advantages", known(batch.advantages))
-    if batch.values is not None and batch.returns is not None:
-        sums |= moments("critic/values", batch.values) | moments("critic/returns", batch.returns)
-    if batch.experts is not None:
-        is_live = (batch.experts < 0).flatten(1).all(1)
-        is_last = batch.sequences.places + 1 == batch.sequences.spread(batch.lengths)
-        sums["actor/live_routed_tokens"] = (is_live & ~is_last).double().sum()
+    if {"values", "returns"} <= batch.columns.keys():
+        sums |= moments("critic/values", batch.column("values"))
+        sums |= moments("critic/returns", batch.column("returns"))
     return sums
 
 
 def token_metrics(sums: HostSums) -> dict[str, float]:
     """Metrics of the batch, under verl's names, from `token_sums`."""
-    found = _extremes(sums, "critic/rewards", "critic/advantages", "critic/values", "critic/returns")
-    return found | {key: sums[key] for key in ("actor/live_routed_tokens",) if key in sums}
+    return _extremes(sums, "critic/rewards", "critic/advantages", "critic/values", "critic/returns")
 
 
 def turn_sums(batch: TokenBatch, training_log_probs: Tensor) -> Sums:
@@ -343,7 +350,7 @@ def ratio_sums(batch: TokenBatch, training_log_probs: Tensor, spec: RunSpec) -> 
     no old blocks, one of their turn. `is_mixed`: 1 for these tokens of any age, else 0.
     """
     gaps, clears = training_log_probs - batch.rollout_log_probs, spec.rollout.stale_cache == "clear"
-    current = (known(batch.age) == 0) & gaps.isfinite()
+    current = (batch.column("age") == 0) & gaps.isfinite()
     if spec.algorithm.rollout_correction.bypass_mode:  # π_train moves with every update after the first
         current &= batch.units.episode.spread(batch.group_ids < spec.ppo_mini_batch_size)
     unit = batch.units.turn if clears else batch.units.sequence
@@ -356,7 +363,8 @@ def ratio_sums(batch: TokenBatch, training_log_probs: Tensor, spec: RunSpec) -> 
 def ratio_metrics(sums: HostSums, spec: RunSpec, probed: float | None) -> dict[str, float]:
     """`rollout_corr/split/*`: parts of the mean square of the log-ratio, nats², whose sum it is.
 
-    Independent parts add up in the mean square. A part that the step does not tell is left out; then so are
+    Independent parts add up in the mean square. A part is the difference of two mean squares, over other
+    tokens, and may be negative where it is small. One that the step does not tell is left out; then so are
     those that follow from it. In flight also the share of tokens whose cache is of older weights.
 
     `probed`: the mean square right after a weight sync, without truncation.
@@ -376,14 +384,14 @@ def ratio_metrics(sums: HostSums, spec: RunSpec, probed: float | None) -> dict[s
     if rollout.in_flight:
         found[STALE_CACHE] = 0.0 if rollout.stale_cache == "recompute" else share
     if not is_apart and engine is not None and fresh is not None:
-        found["rollout_corr/split/kept_set"] = max(fresh - engine, 0.0)
+        found["rollout_corr/split/kept_set"] = fresh - engine
     known = fresh if fresh is not None else engine if is_apart else None
     if known is None or total is None:
         return found
-    cache = share * max(mixed - known, 0.0) if mixed is not None else 0.0
+    cache = share * (mixed - known) if mixed is not None else 0.0
     if mixed is not None:
         found["rollout_corr/split/cache"] = cache
-    return found | {"rollout_corr/split/staleness": max(total - known - cache, 0.0)}
+    return found | {"rollout_corr/split/staleness": total - known - cache}
 
 
 # --- seconds, notices and warnings ---------------------------------------------------------------------
@@ -480,6 +488,10 @@ def step_warnings(
         )
     if failed := metrics.get("episode/num_failed"):
         yield "environment", f"{failed:.0f} episodes failed by faults of the environment; they are excluded"
+    if overlong := metrics.get(OVERLONG_PROMPTS):
+        limit = f"data.max_prompt_length = {spec.data.max_prompt_length}"
+        what = f"the first prompts of {overlong:.0f} episodes, with tools and what reset said"
+        yield "overlong", f"{what}, have more than {limit} tokens; they are excluded"
     if errors := metrics["reward/num_errors"]:
         yield "grader", f"the grader failed on {errors:.0f} responses; they are excluded"
     if count := metrics["reward/num_timeouts"]:

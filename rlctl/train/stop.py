@@ -5,8 +5,9 @@ The first signal finishes the step and saves, the second ends the process at onc
 Hanging ranks: reports which rank is waited for, writes all thread stacks, then ends the run.
 
 A thread of each rank monitors its main thread (and the thread that samples ahead): while their Python stacks
-change or phases begin, the rank makes progress. Each rank writes its idle time to a file in the run
-directory, which the other ranks read. The run ends only if every rank was idle for the whole timeout.
+change or phases begin, the rank makes progress. Each rank writes its phase and its idle time to a file in the
+run directory, which the other ranks and `rlctl watch` read. The run ends only if every rank was idle for the
+whole timeout.
 """
 
 from __future__ import annotations
@@ -16,7 +17,6 @@ import faulthandler
 import json
 import os
 import platform
-import shutil
 import sys
 import threading
 import time
@@ -26,24 +26,20 @@ from pathlib import Path
 from types import FrameType
 from typing import Self
 
-from rlctl import leftovers
 from rlctl.engine.launch import end_rank
 from rlctl.errors import RlctlError, RunFailure, visible
 from rlctl.files import open_to_append, write_text
 from rlctl.processes import handling_stops, progress
 from rlctl.track.console import PHASES
+from rlctl.track.run_dir import heartbeat_file
 
 #: Seconds. A signal this soon after the first is a duplicate: a terminal and Slurm signal every process,
 #: and the launcher also forwards the signal to its ranks.
 _DUPLICATE_S = 1.0
 _STOPPING = b"\nstopping after this step is saved; press Ctrl-C again to exit now\n"
-#: Subdirectory of the run directory for heartbeats; exists while several ranks run.
-_BEATS = ".ranks"
 #: Fractions of the timeout after which the user is warned, and after which stacks are written.
 _WARN, _WRITE_STACKS = 1 / 20, 1 / 4
 _INTERVAL_S = 2.0
-#: Seconds between two records of the shared memory in use, see `rlctl.leftovers`.
-_NOTE_S = 10.0
 #: Seconds without a change of its file after which a rank counts as not running.
 _SILENT_S = 10.0
 
@@ -93,6 +89,12 @@ def catching_signals(on_second: Callable[[int], None] = end_process) -> Iterator
 
     with handling_stops(on_signal):
         yield request
+
+
+#: Phases in which the main thread waits for no sampling, which may go on meanwhile.
+_TRAINING = frozenset(
+    {"old_log_prob", "ref", "values", "adv", "update_critic", "update_actor", "save_checkpoint"}
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -149,10 +151,8 @@ class Watchdog:
         self._moved = self._started = time.monotonic()
         self._signature: object = None
         self._peers = {other: _Peer(self._started) for other in range(world_size) if other != rank}
-        self._warned = self._dumped = False
+        self._warned = self._dumped = self._trains = False
         self.show: Callable[[str], None] = _print
-        self._notes: Path | None = None
-        self._held, self._note_at = contextlib.ExitStack(), self._started
         self._is_over = threading.Event()
         self._thread = threading.Thread(target=self._watch, name="watchdog", daemon=True)
 
@@ -160,6 +160,7 @@ class Watchdog:
         """Records that a phase begins: free text, or a name of `timing_s/*`."""
         self._phases += 1
         self._place = f"step {self._step + 1}, {PHASES[phase]}" if phase in PHASES else phase
+        self._trains = phase in _TRAINING
         self._moved = time.monotonic()
 
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
@@ -171,37 +172,29 @@ class Watchdog:
         """Does nothing: the tracker closes before the engines; monitoring lasts until the context ends."""
 
     def __enter__(self) -> Self:
-        with contextlib.suppress(OSError):  # without it, leftovers are not recorded
-            self._notes, handle = leftovers.own_directory("rank")
-            self._held.callback(shutil.rmtree, self._notes, ignore_errors=True)
-            self._held.callback(os.close, handle)
         self._thread.start()
         return self
 
     def __exit__(self, *_: object) -> None:
         self._is_over.set()
         self._thread.join()
-        self._held.close()
         with contextlib.suppress(OSError):
             self._beat_file(self._rank).unlink(missing_ok=True)
             self._beat_file(self._rank).parent.rmdir()  # succeeds on the last rank
 
     def _watch(self) -> None:
         last = time.monotonic()
+        self._write_beat(0.0)  # before the first interval, for `rlctl watch`
         while not self._is_over.wait(self._interval):
             now = time.monotonic()
             if (stopped := now - last - 2 * self._interval) > 0:
                 # this thread did not run either, so the whole process was suspended
                 self._moved = min(now, self._moved + stopped)
-            if self._notes and now >= self._note_at:
-                self._note_at = now + _NOTE_S
-                leftovers.note_segments(self._notes)
-            if (signature := _stacks()) != self._signature:
+            if (signature := _stacks(self._trains)) != self._signature:
                 self._signature, self._moved = signature, now
             idle = now - self._moved
-            if self._peers:
-                self._write_beat(idle)
-                self._read_peers(now)
+            self._write_beat(idle)
+            self._read_peers(now)
             self._react(self._idle_of_all(now, idle), now)
             last = time.monotonic()
 
@@ -242,10 +235,10 @@ class Watchdog:
         if silent:
             names = ", ".join(_name(rank, peer.beat) for rank, peer in silent.items())
             since = max(now - peer.seen for peer in silent.values())
-            what = "is stopped or cannot be reached"
+            message = "is stopped or cannot be reached"
             if missing := [peer for peer in silent.values() if not peer.beat]:
-                what = "is stopped or never joined" if any(p.leftover for p in missing) else "never joined"
-            return f"; waiting for {names}, no heartbeat for {since:.0f} s: it {what}"
+                message = "is stopped or never joined" if any(p.leftover for p in missing) else "never joined"
+            return f"; waiting for {names}, no heartbeat for {since:.0f} s: it {message}"
         beats = {rank: peer.beat for rank, peer in self._peers.items() if peer.beat}
         last = min((beat.phases for beat in beats.values()), default=self._phases)
         behind = {rank: beat for rank, beat in beats.items() if beat.phases == last < self._phases}
@@ -278,7 +271,7 @@ class Watchdog:
                     peer.beat, peer.seen = beat, now
 
     def _beat_file(self, rank: int) -> Path:
-        return self._run_dir / _BEATS / f"{rank:05d}.json"
+        return heartbeat_file(self._run_dir, rank)
 
     @property
     def _stacks_file(self) -> Path:
@@ -291,12 +284,16 @@ class Watchdog:
             faulthandler.dump_traceback(file, all_threads=True)
 
 
-def _stacks() -> object:
-    """Stack positions of the main and the sampling threads, and the count of `processes.progress`."""
+def _stacks(trains: bool) -> object:
+    """Stack positions of the main and the sampling threads, and the count of `processes.progress`.
+
+    In training nothing waits for the sampling threads, so that their progress is none of the run.
+    """
     frames = sys._current_frames()
-    signature = [(progress(), 0)]
+    signature = [(progress(of_main=trains), 0)]
     for thread in threading.enumerate():
-        if thread is not threading.main_thread() and not thread.name.startswith("rollouts"):
+        samples = thread.name.startswith("rollouts") and not trains
+        if thread is not threading.main_thread() and not samples:
             continue
         frame = frames.get(thread.ident or 0)
         while frame:

@@ -10,21 +10,21 @@ import json
 import math
 from collections.abc import Callable, Sequence
 from concurrent.futures import FIRST_COMPLETED, Executor, Future, wait
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
 import torch
 
 from rlctl.algos.estimators import spread_probability
-from rlctl.batch import Episode, Group, Task, TokenLists
-from rlctl.batch import Sequence as TokenSequence
+from rlctl.batch import Task, TokenBatch, TokenLists
 from rlctl.engine.ranks import Ranks
+from rlctl.episodes import Episodes
 from rlctl.errors import RunFailure, first_line
-from rlctl.spec.run_spec import RunSpec
+from rlctl.run_spec.run_spec import RunSpec
 
 _STATE = "rollouts_rank_{rank:05d}.pt"
-#: What a group consists of, besides tensors and plain data.
-_RECORDS = (Episode, Task, TokenSequence, TokenLists)
+#: What episodes consist of, besides tensors and plain data.
+_RECORDS = (Episodes, Task, TokenBatch, TokenLists)
 
 
 def places_of(spec: RunSpec, ranks: Ranks) -> list[int]:
@@ -37,12 +37,6 @@ def places_of(spec: RunSpec, ranks: Ranks) -> list[int]:
     share = mini_batch // ranks.world_size
     starts = range(ranks.rank * share, spec.data.train_batch_size, mini_batch)
     return [start + i for start in starts for i in range(share)]
-
-
-def placed(group: Group, place: int) -> Group:
-    """The group with its index in the whole batch as `group_id`."""
-    task = replace(group[0].task, group_id=place)
-    return tuple(replace(episode, task=task) for episode in group)
 
 
 class RolloutStream:
@@ -70,7 +64,7 @@ class RolloutStream:
 
     def __init__(
         self,
-        sample: Callable[[int, int], list[Group]],
+        sample: Callable[[int, int], Episodes],
         *,
         ahead: int,
         last_step: int,
@@ -84,7 +78,7 @@ class RolloutStream:
         self._per_step = 1 if places is None else len(places)
         self._taken = 0  # steps
         self._next = 0  # the first job that has not been started
-        self._jobs: dict[int, Future[list[Group]]] = {}  # those that have been started and not taken
+        self._jobs: dict[int, Future[Episodes]] = {}  # those that have been started and not taken
         self._again: set[int] = set()  # those that were open in the checkpoint
         self.num_restarted = 0  # episodes of the last batch that were open in the checkpoint
 
@@ -93,8 +87,8 @@ class RolloutStream:
         """Number of jobs that are being sampled."""
         return sum(not job.done() for job in self._jobs.values())
 
-    def take(self, step: int) -> list[Group]:
-        """Returns the groups of `step`, which must follow the last step taken.
+    def take(self, step: int) -> Episodes:
+        """Returns the episodes of `step`, which must follow the last step taken.
 
         Raises:
             ValueError: the step is out of order.
@@ -108,12 +102,15 @@ class RolloutStream:
         self._next = max(self._next, end)
         taken = self._first_jobs()
         self._taken, self._jobs = step, {job: f for job, f in self._jobs.items() if job not in taken}
-        self.num_restarted = sum(len(g) for job in self._again & taken.keys() for g in taken[job])
+        self.num_restarted = sum(len(taken[job]) for job in self._again & taken.keys())
         self._again -= taken.keys()
-        groups = [group for job in sorted(taken) for group in taken[job]]
-        return groups if self._places is None else list(map(placed, groups, self._places))
+        parts = [taken[job] for job in sorted(taken)]
+        if self._places is not None:  # each is one group
+            pairs = zip(parts, self._places, strict=True)
+            parts = [group.placed({group.tasks[0].group_id: place}) for group, place in pairs]
+        return Episodes.joined(parts)
 
-    def _first_jobs(self) -> dict[int, list[Group]]:
+    def _first_jobs(self) -> dict[int, Episodes]:
         """The jobs of a step and their groups; waits for them."""
         jobs = sorted(self._jobs)
         if self._in_order:
@@ -145,25 +142,25 @@ class RolloutStream:
         try:
             with torch.serialization.safe_globals(list(_RECORDS)):
                 state = torch.load(path, weights_only=True)
-            found = {job: list(map(tuple, groups)) for job, groups in state["waiting"].items()}
-            if not all(isinstance(e, Episode) for groups in found.values() for g in groups for e in g):
+            waiting = dict(state["waiting"])
+            if not all(isinstance(episodes, Episodes) for episodes in waiting.values()):
                 raise ValueError("another version of rlctl wrote it")
             self._next, self._again = state["next"], set(state["open"])
-            self._jobs = {job: _done(groups) for job, groups in found.items()}
+            self._jobs = {job: _done(episodes) for job, episodes in waiting.items()}
         except Exception as error:  # damaged files raise various errors in torch and pickle
             what = f"the groups waiting to be trained on cannot be read: {first_line(error)}"
             raise RunFailure(what, where=str(path)) from error
 
-    def _start(self, job: int) -> Future[list[Group]]:
+    def _start(self, job: int) -> Future[Episodes]:
         step, index = divmod(job, self._per_step)
         if self._executor:
             return self._executor.submit(self._sample, step + 1, index)
         return _done(self._sample(step + 1, index))
 
 
-def _done(groups: list[Group]) -> Future[list[Group]]:
-    future: Future[list[Group]] = Future()
-    future.set_result(groups)
+def _done(episodes: Episodes) -> Future[Episodes]:
+    future: Future[Episodes] = Future()
+    future.set_result(episodes)
     return future
 
 

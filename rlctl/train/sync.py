@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -12,7 +12,8 @@ from rlctl.batch import TokenBatch
 from rlctl.environment.single_turn import sample_episodes
 from rlctl.errors import RunFailure
 from rlctl.rollout.completions import MERGE_LORA
-from rlctl.rollout.protocol import Sampling, step_seed
+from rlctl.rollout.protocol import sampling_of
+from rlctl.rollout.seeds import step_seed
 from rlctl.train.deal import deal
 from rlctl.train.run import is_sync_due
 from rlctl.train.step_metrics import ENGINE, StepTimer
@@ -22,7 +23,7 @@ if TYPE_CHECKING:
 
     from torch import Tensor
 
-    from rlctl.rollout.protocol import LockedRollout
+    from rlctl.rollout.shared_engine import LockedRollout
     from rlctl.train.run import Run
 
 PROBE_PROMPTS, PROBE_TOKENS = 2, 32
@@ -202,6 +203,16 @@ def _after_change(run: Run, step: int, bit: int, names: Collection[str] | None =
     return [one for row in new for one in _compared(run, *row, _policy(run, row[1]))]
 
 
+#: Probes are sampled without truncation, and nothing but experts is recorded.
+_WHOLE_DISTRIBUTION: dict[str, Any] = {
+    "top_p": 1.0,
+    "top_k": -1,
+    "min_p": 0.0,
+    "with_kept": False,
+    "num_most_likely": 0,
+}
+
+
 def _probes(run: Run, step: int) -> list[tuple[str, TokenBatch]]:
     """Each replica's name, or `""`, and tokens that it sampled."""
     return [(name, _probe(run, engine, step)) for name, engine in run.rollout.each()]
@@ -216,10 +227,10 @@ def _probe(run: Run, engine: LockedRollout, step: int) -> TokenBatch:
         engine,
         prompts.tasks(places, list(range(first, first + PROBE_PROMPTS))),
         1,
-        Sampling(
+        replace(
+            sampling_of(run.spec),
             max_response_length=min(PROBE_TOKENS, run.spec.data.max_response_length),
-            temperature=run.spec.rollout.temperature,
-            with_experts=run.spec.actor.routing_replay,
+            **_WHOLE_DISTRIBUTION,
         ),
         step_seed(run.spec.trainer.seed, step, "probe"),
         run.tokenizer,
@@ -227,7 +238,7 @@ def _probe(run: Run, engine: LockedRollout, step: int) -> TokenBatch:
     if engine.shares_device:
         engine.release(weights_follow=False)
     count = ranks.world_size * PROBE_PROMPTS
-    return deal(TokenBatch.of(episodes, ranks.device), ranks, count, run.spec.engine.sequence_parallel)
+    return deal(episodes.tokens.to(ranks.device), ranks, count, run.spec.engine.sequence_parallel)
 
 
 @torch.no_grad()

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from dataclasses import replace
 
 import torch
 
@@ -15,7 +14,7 @@ from rlctl.batch import TokenBatch
 from rlctl.engine.protocol import CriticEngine, StepResult
 from rlctl.engine.ranks import Ranks
 from rlctl.errors import known
-from rlctl.spec.run_spec import RunSpec
+from rlctl.run_spec.run_spec import RunSpec
 from rlctl.train.deal import in_step, inputs_of, mini_batches, output_of
 
 
@@ -34,8 +33,8 @@ def update_critic(
         lr_at: learning rate by the number of the critic's update.
         first_update: number of the first update of this batch.
     """
-    batch = replace(batch, experts=None)  # those of the policy
-    explained = explained_variance(*(ranks.all_gather(known(x)) for x in (batch.returns, batch.values)))
+    batch = batch.with_columns(experts=None)  # those of the policy
+    explained = explained_variance(*(ranks.all_gather(batch.column(name)) for name in ("returns", "values")))
     sums: list[HostSums] = []
     steps: list[StepResult] = []
     groups = spec.critic_mini_batch_size
@@ -67,12 +66,14 @@ def _backward(mini: TokenBatch, critic: CriticEngine, ranks: Ranks, spec: RunSpe
     passes = in_step(mini, spec.critic_micro_batch_size, spec.critic_max_token_len, ranks)
     critic.plan([inputs_of(part) for part in passes])
     sums: list[Sums] = []
-    for done, part in enumerate(passes, start=1):
-        values = output_of(critic.values, part)
-        found = value_loss(values, known(part.values), known(part.returns), clip=spec.critic.cliprange_value)
+    for done, micro in enumerate(passes, start=1):
+        values = output_of(critic.values, micro)
+        found = value_loss(
+            values, micro.column("values"), micro.column("returns"), clip=spec.critic.cliprange_value
+        )
         clipped = known(found.clipped)
         every = torch.ones_like(clipped)
-        c = coefficients(mode, every, every, part.units.of(unit), *counts, horizon=horizon)
+        c = coefficients(mode, every, every, micro.units.of(unit), *counts, horizon=horizon)
         loss = (c * found.values).sum()
         critic.backward(loss, last=done == len(passes))
         figures = {

@@ -53,11 +53,11 @@ def replay(
     def with_advantages() -> Iterator[Step]:
         nonlocal num_steps
         for step in steps:
-            found = advantages_of(step, estimator, all_notes)
+            advantages = advantages_of(step, estimator, all_notes)
             if mean_per_sequence:
-                found = found / np.maximum(step.lengths, 1)
+                advantages = advantages / np.maximum(step.lengths, 1)
             num_steps += 1
-            yield replace(step, advantages=found)
+            yield replace(step, advantages=advantages)
 
     for batch in pooled(with_advantages(), groups_per_batch or 1):
         sums.add(batch)
@@ -65,20 +65,22 @@ def replay(
     if not num_sequences:
         raise UsageError("the dump contains no response with finite log-probs of both policies")
     batch_groups = groups_per_batch or num_groups / num_steps
-    found = errors(sums, batch_groups)
+    advantages = errors(sums, batch_groups)
     notes, differs = list(dict.fromkeys(all_notes)), False
-    if found is None:
+    if advantages is None:
         why = "no advantage differs from zero" if num_groups > 1 else "there is only one prompt group"
         notes.append(f"{why}: errors cannot be estimated, nothing is recommended")
-    elif not (differs := bool(np.ptp(found[0]) > MATERIAL * found[0].min())):
+    elif not (differs := bool(np.ptp(advantages[0]) > MATERIAL * advantages[0].min())):
         notes.append("no setting differs on these responses: trainer and engine give them the same log-probs")
     elif num_groups < FEW_GROUPS:
         notes.append(f"only {num_groups} prompt groups: intervals are rough (32 and more are better)")
-    outcomes = _folded({place: _outcome(sums, own, place, found) for place, own in enumerate(named.values())})
-    order = sorted(outcomes, key=lambda p: 0.0 if found is None else float(found[0, p]))
+    outcomes = _folded(
+        {index: _outcome(sums, own, index, advantages) for index, own in enumerate(named.values())}
+    )
+    order = sorted(outcomes, key=lambda p: 0.0 if advantages is None else float(advantages[0, p]))
     return Tradeoff(
         outcomes=tuple(outcomes[place] for place in order),
-        recommended=_recommend(outcomes, found) if found is not None and differs else None,
+        recommended=_recommend(outcomes, advantages) if advantages is not None and differs else None,
         num_steps=num_steps,
         num_groups=num_groups,
         num_sequences=num_sequences,
@@ -91,20 +93,22 @@ def replay(
 def _folded(outcomes: dict[int, SettingOutcome]) -> dict[int, SettingOutcome]:
     """Merges settings with identical results on these responses into the first, with the names of all."""
     firsts: dict[tuple[str, ...], int] = {}
-    found: dict[int, SettingOutcome] = {}
+    folded: dict[int, SettingOutcome] = {}
     for place, outcome in outcomes.items():
         first = firsts.setdefault(outcome.figures, place)
         if first == place:
-            found[place] = outcome
+            folded[place] = outcome
         else:
-            names = (*found[first].same_as, outcome.setting.name, *outcome.same_as)
-            found[first] = replace(found[first], same_as=names)
-    return found
+            names = (*folded[first].same_as, outcome.setting.name, *outcome.same_as)
+            folded[first] = replace(folded[first], same_as=names)
+    return folded
 
 
-def _outcome(sums: SettingSums, named: list[Setting], place: int, found: Floats | None) -> SettingOutcome:
-    (num, *raw), (_, *applied) = sums.kish[place]
-    kept_tokens, kept_sequences = sums.kept[place] / sums.graded
+def _outcome(
+    sums: SettingSums, named: list[Setting], index: int, errors_of_draws: Floats | None
+) -> SettingOutcome:
+    (num, *raw), (_, *applied) = sums.kish[index]
+    kept_tokens, kept_sequences = sums.kept[index] / sums.graded
     return SettingOutcome(
         setting=named[0],
         same_as=tuple(setting.name for setting in named[1:]),
@@ -112,9 +116,9 @@ def _outcome(sums: SettingSums, named: list[Setting], place: int, found: Floats 
         applied_ess=_ess(num, *applied),
         kept_tokens=float(kept_tokens),
         kept_sequences=float(kept_sequences),
-        max_weight=float(sums.largest[place]),
-        at_bound=float(sums.beyond[place] / num),
-        error=None if found is None else _estimate(found[:, place]),
+        max_weight=float(sums.largest[index]),
+        at_bound=float(sums.beyond[index] / num),
+        error=None if errors_of_draws is None else _estimate(errors_of_draws[:, index]),
     )
 
 
@@ -129,12 +133,12 @@ def _estimate(values: Floats) -> IntervalEstimate:
     return IntervalEstimate(float(values[0]), float(low), float(high))
 
 
-def _recommend(outcomes: dict[int, SettingOutcome], found: Floats) -> Recommendation:
+def _recommend(outcomes: dict[int, SettingOutcome], errors_of_draws: Floats) -> Recommendation:
     """Recommends the setting whose error interval has the smallest upper end, or the run's own setting.
 
     The run's own setting is kept unless the other one is better by `DECISIVE` and `MATERIAL`.
     """
-    high = interval(found)[1]
+    high = interval(errors_of_draws)[1]
     best = min(outcomes, key=lambda place: float(high[place]))
     chosen = outcomes[best].setting
     name = chosen.name
@@ -144,8 +148,8 @@ def _recommend(outcomes: dict[int, SettingOutcome], found: Floats) -> Recommenda
         return Recommendation(name, chosen.overrides, upper)
     if own == best:
         return Recommendation(name, (), f"{upper}: keep the run's setting")
-    better = float((found[1:, best] < found[1:, own]).mean())
-    saved = 1.0 - float(found[0, best] / found[0, own])
+    better = float((errors_of_draws[1:, best] < errors_of_draws[1:, own]).mean())
+    saved = 1.0 - float(errors_of_draws[0, best] / errors_of_draws[0, own])
     against = (
         f"{upper}; it saves {saved:.1%} of the run's own error and is better in {better:.0%} of resamples"
     )

@@ -46,7 +46,7 @@ def _merged(steps: list[Step]) -> Step:
     _, group_ids = np.unique(np.array(keys), axis=0, return_inverse=True)
 
     def joined(name: str) -> Any:
-        parts = ((getattr(one, name), one.lengths) for one in steps)
+        parts = ((getattr(step, name), step.lengths) for step in steps)
         return np.concatenate([lengths if part is None else part for part, lengths in parts])
 
     names = ("rewards", "lengths", "rollout_log_probs", "log_probs", "advantages")
@@ -72,9 +72,11 @@ def advantages_of(step: Step, estimator: str, notes: list[str]) -> NDArray[np.fl
     graded = torch.tensor(np.isfinite(step.rewards) & (step.lengths > 0))
     units = Units.of_responses(torch.tensor(step.lengths)[graded])
     token_rewards = torch.zeros(units.episode.total, dtype=torch.float64)
-    token_rewards[units.episode.starts] = torch.tensor(step.rewards)[graded]
+    rewards = torch.tensor(step.rewards)[graded]
+    token_rewards[units.episode.starts] = rewards
     inputs = AdvantageInputs(
         token_rewards=token_rewards,
+        rewards=rewards,
         units=units,
         group_ids=groups[graded],
         gamma=1.0,
@@ -145,15 +147,15 @@ class SettingSums:
         exact, halfway = product * energy, 2.0 / (1.0 + product)
         self.exact[0] += _by_block(blocks, exact)
         self.exact[1] += _by_block(blocks, halfway * product * exact)
-        for place, rule in enumerate(self.rules):
+        for index, rule in enumerate(self.rules):
             done = correct(*policies, units, rule, advantages=advantages.float())
             factor = normalization_factor(to_host(done.sums), rule)
             weights = done.weights.double() / factor
             first = weights * energy
             sums = (first, weights * first, halfway * weights * first, halfway * weights * exact)
-            self.weighted[place] += [_by_block(blocks, values) for values in sums]
-            self.kept[place] += int(done.keep.sum()), int((~units.episode.any(~done.keep)).sum())
-            self.largest[place] = max(self.largest[place], float(weights.max()))
+            self.weighted[index] += [_by_block(blocks, values) for values in sums]
+            self.kept[index] += int(done.keep.sum()), int((~units.episode.any(~done.keep)).sum())
+            self.largest[index] = max(self.largest[index], float(weights.max()))
             assert done.raw is not None
             assert done.bounded is not None
             raw, applied = done.raw, weights
@@ -162,12 +164,12 @@ class SettingSums:
                 applied = done.bounded * level.any(done.keep) / factor
             if rule.weight.level is not None:
                 low, high = rule.weight.band()
-                self.beyond[place] += int(((raw < low) | (raw > high)).sum())
+                self.beyond[index] += int(((raw < low) | (raw > high)).sum())
             for row, values in enumerate((raw.double(), applied.double())):
-                self.kish[place, row] += len(values), float(values.sum()), float(values.square().sum())
+                self.kish[index, row] += len(values), float(values.sum()), float(values.square().sum())
 
 
 def _by_block(blocks: Tensor, values: Tensor) -> Floats:
     """(K,): sums of values per block."""
-    found: Floats = torch.bincount(blocks, weights=values.double(), minlength=BLOCKS).numpy()
-    return found
+    floats: Floats = torch.bincount(blocks, weights=values.double(), minlength=BLOCKS).numpy()
+    return floats

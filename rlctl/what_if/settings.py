@@ -11,8 +11,8 @@ from typing import Any, Literal
 
 from rlctl.algos.rules import CorrectionRules
 from rlctl.registry import CORRECTION_WEIGHTS, REJECTION_CRITERIA
-from rlctl.spec.algorithm import CORRECTION, RolloutCorrectionSpec
-from rlctl.spec.resolve import correction_rules, registered_criteria
+from rlctl.run_spec.algorithm import CORRECTION, RolloutCorrectionSpec
+from rlctl.run_spec.resolve import correction_rules, registered_criteria
 from rlctl.user_code import is_file_function, split_names
 
 Family = Literal["run", "rlctl", "verl", "TRL", "OpenRLHF", "slime", "SkyRL"]
@@ -98,11 +98,11 @@ def _weights(normalize: bool, run: RolloutCorrectionSpec | None) -> list[Setting
     }
     of_files = _of_files(run.rollout_is if run else None)
     parts = [*CORRECTION_WEIGHTS.parts(), *map(CORRECTION_WEIGHTS.part, of_files)]
-    for part in (part for part in parts if part.needs <= _IN_DUMPS):
-        params = {"rollout_is_params": run.rollout_is_params} if run and part.name in of_files else {}
+    for weight in (part for part in parts if part.needs <= _IN_DUMPS):
+        params = {"rollout_is_params": run.rollout_is_params} if run and weight.name in of_files else {}
         for bound in ("truncate", "clip", "mask"):
-            for value in part.thresholds:
-                named[f"{part.name} {bound} {value}"] = weight_keys(part.name, bound, value) | params
+            for value in weight.thresholds:
+                named[f"{weight.name} {bound} {value}"] = weight_keys(weight.name, bound, value) | params
     return [Setting(name, "rlctl", _spec(normalize, **fields)) for name, fields in named.items()]
 
 
@@ -118,7 +118,7 @@ def _rejections(normalize: bool, run: RolloutCorrectionSpec | None) -> list[Sett
         for name, thresholds in of_dialect.items()
         for threshold in thresholds
     ]
-    found = []
+    settings = []
     for (dialect, name, threshold), level in product(rules, (None, "token", "sequence")):
         fields: dict[str, Any] = weight_keys(level, "truncate", "2.0")
         fields |= {"dialect": dialect, "rollout_rs": name, "rollout_rs_threshold": threshold}
@@ -127,8 +127,8 @@ def _rejections(normalize: bool, run: RolloutCorrectionSpec | None) -> list[Sett
         weight = f"{level} truncate 2.0" if level else "none"
         whose = "" if dialect == "rlctl" else " (verl)"
         title = f"{weight}, reject {name}{whose} {threshold}"
-        found.append(Setting(title, "rlctl", _spec(normalize, **fields)))
-    return found
+        settings.append(Setting(title, "rlctl", _spec(normalize, **fields)))
+    return settings
 
 
 def frameworks() -> list[Setting]:

@@ -73,10 +73,14 @@ class Tradeoff:
     def as_document(self) -> dict[str, Any]:
         """Converts to plain types for JSON."""
         settings = [
-            {"name": one.setting.name, "family": one.setting.family, "overrides": one.setting.overrides}
-            | {key: value for key, value in asdict(one).items() if key not in {"setting", "error"}}
-            | {"error": one.error and one.error._asdict()}
-            for one in self.outcomes
+            {
+                "name": outcome.setting.name,
+                "family": outcome.setting.family,
+                "overrides": outcome.setting.overrides,
+            }
+            | {key: value for key, value in asdict(outcome).items() if key not in {"setting", "error"}}
+            | {"error": outcome.error and outcome.error._asdict()}
+            for outcome in self.outcomes
         ]
         document = asdict(replace(self, outcomes=()))
         del document["outcomes"]

@@ -47,9 +47,9 @@ def print_tradeoff(console: Console, title: str, tradeoff: Tradeoff) -> None:
         lines = [("try", Text(change, style="bold green")), ("why", Text(chosen.why)), *lines]
     print_table(console, ("", ""), lines)
     rows = []
-    for place, outcome in enumerate(tradeoff.outcomes):
+    for index, outcome in enumerate(tradeoff.outcomes):
         is_own = outcome.setting.family == "run"
-        if place < _SHOWN or is_own:
+        if index < _SHOWN or is_own:
             is_best = chosen is not None and chosen.name == outcome.setting.name
             style = "bold green" if is_best else "bold" if is_own else ""
             rows.append([Text(cell, style=style) for cell in (name_of(outcome), *cells(outcome))])

@@ -5,21 +5,23 @@ from __future__ import annotations
 from dataclasses import replace
 from pathlib import Path
 
-from rlctl.spec.load import spec_or_note
-from rlctl.spec.resolve import correction_rules, loss_rule
-from rlctl.spec.run_spec import RunSpec
+from rlctl.capabilities.sections import sections_on
+from rlctl.run_spec.resolve import correction_rules, loss_rule
+from rlctl.run_spec.run_spec import RunSpec
 from rlctl.track.run_dir import SPEC_FILE
+from rlctl.track.trust import spec_or_note
 from rlctl.what_if.dumps import Dump, find_dump
 from rlctl.what_if.settings import grid
 from rlctl.what_if.tradeoff import Tradeoff
 
 
-def what_if(path: Path) -> Tradeoff:
+def what_if(path: Path, *, trust: bool = False) -> Tradeoff:
     """Replays the dumped rollouts of a run under every setting of the grid.
 
     Args:
         path: run directory, directory of dumped rollouts, or one dumped file. A `spec.yaml` in the files'
             directory or its parent provides the run's setting, advantage estimator and mini-batch size.
+        trust: run the code that this spec names, also if no run of this user has written it.
 
     Raises:
         UsageError: there are no dumped rollouts, they cannot be read, or none has finite log-probs.
@@ -27,10 +29,10 @@ def what_if(path: Path) -> Tradeoff:
     from rlctl.what_if.replay import replay  # imports torch, which takes seconds
 
     dump = find_dump(path)
-    spec, notes = _spec_of_dump(dump)
+    spec, notes = _spec_of_dump(dump, trust)
     if spec is None:
-        found = replay(dump.steps, grid())
-        return replace(found, notes=(*notes, *found.notes))
+        tradeoff = replay(dump.steps, grid())
+        return replace(tradeoff, notes=(*notes, *tradeoff.notes))
     algorithm, correction = spec.algorithm, spec.algorithm.rollout_correction
     omitted = "the run's own setting is omitted"
     why_omitted = {
@@ -38,30 +40,32 @@ def what_if(path: Path) -> Tradeoff:
         f"{omitted}; weights need loss_type=reinforce or bypass_mode=false": (
             correction.bypass_mode and loss_rule(spec).has_ratio
         ),
-        f"score centering needs tokens that are not in the dump: {omitted}": correction.score_centering,
         f"the ages of responses are not in the dump: {omitted}": "age" in correction_rules(correction).needs,
     }
+    for section in sections_on(spec).values():
+        if why := section.why_not_replayed(spec):
+            why_omitted[f"{why}: {omitted}"] = True
     notes += [why for why, is_so in why_omitted.items() if is_so]
     if algorithm.use_kl_in_reward:
         notes.append("advantages are without the penalty of use_kl_in_reward, which is not in the dump")
     if algorithm.filter_groups.curriculum:
         notes.append("advantages are without the curriculum's probabilities, which are not in the dump")
     is_dr_grpo = algorithm.adv_estimator == "grpo" and not algorithm.norm_adv_by_std_in_grpo
-    found = replay(
+    tradeoff = replay(
         dump.steps,
         grid(None if any(why_omitted.values()) else correction),
         estimator="dr_grpo" if is_dr_grpo else algorithm.adv_estimator,
         groups_per_batch=spec.ppo_mini_batch_size,
         mean_per_sequence=spec.actor.loss_agg_mode == "seq-mean-token-mean",
     )
-    return replace(found, notes=(*notes, *found.notes))
+    return replace(tradeoff, notes=(*notes, *tradeoff.notes))
 
 
-def _spec_of_dump(dump: Dump) -> tuple[RunSpec | None, list[str]]:
+def _spec_of_dump(dump: Dump, trust: bool) -> tuple[RunSpec | None, list[str]]:
     """Reads the spec next to the dump, where `rlctl train` writes it; an invalid spec gives a note, not an
     error."""
     for directory in (dump.files[0].parent, dump.files[0].parent.parent):
         path = directory / SPEC_FILE
         if path.is_file():
-            return spec_or_note(path)
+            return spec_or_note(path, trust=trust)
     return None, ["no spec.yaml next to the dump: advantages as in rloo, one dumped step as one mini-batch"]

@@ -19,8 +19,8 @@ import rlctl
 from rlctl.cli import app as app_module
 from rlctl.cli.app import run
 from rlctl.cli.train import _print_summary
-from rlctl.spec.load import dump_spec, load_spec
-from rlctl.spec.sources import all_presets
+from rlctl.run_spec.load import dump_spec, load_spec
+from rlctl.run_spec.sources import all_presets
 from tests.cli.test_documented_commands import APP, below
 
 ROOT = Path(rlctl.__file__).parent.parent
@@ -46,7 +46,7 @@ def prompts(tmp_path_factory) -> Path:
 def test_every_preset_dry_runs(name, capsys, prompts):
     of_a_model = all_presets()[name].kind == "models" and name != "embedded"
     given = [f"data.train_files={prompts}"] if of_a_model else []
-    assert run(["train", "--preset", name, "--dry-run", *given]) == 0
+    assert run(["train", "--preset", name, "--dry-run", "--all", *given]) == 0
     out = capsys.readouterr().out
     assert f"preset {name}:" in out
     assert "Memory per GPU" in out
@@ -91,9 +91,9 @@ def test_dry_run_loads_graders_from_files(overrides, message, capsys, tmp_path, 
 
 
 def test_dry_run_knows_the_critic(capsys):
-    assert run(["train", "-p", "ppo-seq-is-token-rs", "--dry-run"]) == 0
+    assert run(["train", "-p", "ppo-seq-is-token-rs", "--dry-run", "--all"]) == 0
     out = capsys.readouterr().out
-    assert "Before you start" not in out
+    assert out.startswith("no errors: the run can start\n")
     assert "critic's weights" in out
     assert "2 × 4 epochs over the batch = 8 optimizer steps" in out
 
@@ -120,9 +120,40 @@ def test_a_renamed_command_runs_under_its_new_name(old: str, new: str, capsys) -
 def test_help_lists_every_command_in_a_group(capsys) -> None:
     assert run(["--help"]) == 0
     out = capsys.readouterr().out
-    groups = ["Train", "Data", "Evaluate", "Inspect", "Configure", "Options"]
-    assert re.findall(r"^(\w+):$", out, re.MULTILINE) == groups
+    groups = ["Train", "Look at runs", "Use the model", "Look things up"]
+    assert re.findall(r"^(\w[\w ]+):$", out, re.MULTILINE) == groups
     assert {line.split()[0] for line in out.splitlines() if re.match(r"  [a-z]", line)} >= set(below(APP))
+
+
+def test_help_fits_one_screen(capsys, monkeypatch) -> None:
+    """A command is a line of it; what to try first comes first."""
+    monkeypatch.setenv("COLUMNS", "80")
+    assert run(["--help"]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert len(lines) <= 28
+    assert max(map(len, lines)) <= 80
+    listed = [line.split()[0] for line in lines if re.match(r"  [a-z-]+ {2,}", line)]
+    assert listed[:3] == ["train", "reward", "environment"]
+    assert sorted(listed) == sorted(APP.commands)
+    for option in ("--version", "--help", "--install-completion"):
+        assert option in "\n".join(lines)
+
+
+def test_the_help_of_every_command_has_an_example() -> None:
+    def leaves(command, name):
+        if hasattr(command, "commands"):
+            for below_it, one in command.commands.items():
+                yield from leaves(one, f"{name} {below_it}")
+            return
+        yield command, name
+        yield from ((one, f"{name} {below_it}") for below_it, one in below(command).items())
+
+    without = [
+        name
+        for command, name in leaves(APP, "rlctl")
+        if not re.search(rf"^ *{name}\b", command.help, re.MULTILINE)
+    ]
+    assert without == []
 
 
 @pytest.mark.parametrize(
@@ -226,7 +257,10 @@ def run_dir(tmp_path) -> Path:
 
 def test_resume_refuses_presets(run_dir, capsys):
     assert run(["train", "--resume", str(run_dir), "-p", "rloo-seq-is"]) == 2
-    assert run(["train", "--resume", str(run_dir), "--dry-run"]) == 0
+    capsys.readouterr()
+    assert run(["train", "--resume", str(run_dir), "--model", "a/b"]) == 2
+    assert "leave --model, --data and --reward out" in capsys.readouterr().err
+    assert run(["train", "--resume", str(run_dir), "--dry-run", "--all"]) == 0
     assert f"{run_dir / 'spec.yaml'}:2" in capsys.readouterr().out
 
 
@@ -332,6 +366,7 @@ def test_the_dry_run_counts_the_rows_as_the_run_does(capsys, prompts):
     given = [
         "train",
         "--dry-run",
+        "--all",
         "model.path=nobody/nothing",
         f"data.train_files={prompts.parent}/*.parquet",
     ]
@@ -349,8 +384,14 @@ def test_the_dry_run_counts_the_rows_as_the_run_does(capsys, prompts):
 
 
 def test_the_memory_of_an_unknown_model_is_unknown(capsys, prompts):
-    assert run(["train", "model.path=nobody/nothing", f"data.train_files={prompts}", "--dry-run"]) == 0
-    peak = next(line for line in capsys.readouterr().out.splitlines() if line.split()[:1] == ["peak"])
+    assert (
+        run(["train", "model.path=nobody/nothing", f"data.train_files={prompts}", "--dry-run", "--all"]) == 0
+    )
+    peak = next(
+        line
+        for line in capsys.readouterr().out.splitlines()
+        if line.split()[:1] == ["peak"] and "memory" not in line
+    )
     assert peak.split()[1] == "unknown"
 
 
@@ -359,10 +400,10 @@ def test_a_dry_run_shows_changed_keys_and_all_on_request(capsys):
     changed = capsys.readouterr().out
     assert run(["train", "actor.lr=2e-3", "--dry-run", "--all"]) == 0
     every = capsys.readouterr().out
-    assert re.search(r"^ +lr +0\.002 +command line$", changed, re.MULTILINE)
+    assert re.search(r"^ +lr +0\.002 +command line$", every, re.MULTILINE)
+    assert re.search(r"^  actor  .*\blr=0\.002 ", changed, re.MULTILINE)
     assert "tau_neg" in every
     assert "tau_neg" not in changed
-    assert int(re.search(r"(\d+) more keys", changed)[1]) == every.count(" default\n")
 
 
 @pytest.mark.parametrize(
@@ -380,7 +421,7 @@ def test_a_dry_run_shows_changed_keys_and_all_on_request(capsys):
         (["model.path=a/b", "data.train_files={tmp}/empty.parquet"], ["the file has no rows"]),
         (
             ["model.path=a/b", "data.train_files={tmp}/other.parquet"],
-            ["columns data_source, reward_model missing"],
+            ["asks for an answer (ground_truth), and no row has one"],
         ),
         (["model.path=a/b", "data.train_files={tmp}/torn.parquet"], ["cannot be read as Parquet"]),
         (["reward.terms=[{{name: exact}},{{name: 'gone.py:f'}}]"], ["reward.terms: no such file: gone.py"]),
@@ -490,3 +531,26 @@ def test_the_summary_of_a_run_names_its_validation_as_data_do(tmp_path, capsys) 
     shown = [line.split() for line in capsys.readouterr().out.splitlines()]
     assert ["mean", "reward", "0.100", "0.200"] in shown
     assert ["validation", "(my[bold]\\x1b)", "0.250", "0.500"] in shown
+
+
+@pytest.mark.parametrize(
+    ("changes", "following"),
+    [
+        ({}, "report"),
+        ({"interrupted": True}, "train --resume"),
+        ({"interrupted": True, "early_stop": "no longer improves"}, "report"),
+        ({"interrupted": True, "guardrails": {"stopped_because": "KL"}}, "diagnose"),
+    ],
+)
+def test_a_run_ends_with_its_result_its_model_and_the_next_command(changes, following, tmp_path, capsys):
+    summary = {"step": 2, "total_steps": 2, "num_updates": 2, "seconds": 3.0, "interrupted": False}
+    summary |= {"first": {"critic/score/mean": 0.1}, "last": {"critic/score/mean": 0.2}, "model": "m"}
+    summary |= {"validation_first": {"val/a/reward_mean": 0.5}, "validation_last": {"val/a/reward_mean": 0.5}}
+    (tmp_path / "m").mkdir()
+    (tmp_path / "summary.json").write_text(json.dumps(summary | changes))
+    _print_summary(tmp_path)
+    assert capsys.readouterr().out.splitlines()[-3:] == [
+        "result  reward 0.100 → 0.200, validation 0.500",
+        f"model   {tmp_path / 'm'}",
+        f"next    rlctl {following} {tmp_path}",
+    ]

@@ -42,7 +42,7 @@ def test_what_could_not_be_checked_is_told_with_the_key(tmp_path, capsys):
     assert run(["diagnose", str(run_dir / "metrics.jsonl")]) == 0
     out = capsys.readouterr().out
     assert re.search(
-        r"\d+ rules SKIPPED: the log lacks their metrics. 6 of them would run with: spec.yaml", out
+        r"\d+ rules SKIPPED: the log lacks their metrics. 7 of them would run with: spec.yaml", out
     )
     assert run(["diagnose", str(run_dir / "metrics.jsonl"), "--format", "json"]) == 0
     [document] = json.loads(capsys.readouterr().out)["runs"]
@@ -111,7 +111,6 @@ def test_every_format_goes_to_a_file_or_to_standard_output(sick, tmp_path, capsy
 
 
 def test_a_page_is_written(sick, healthy, tmp_path):
-    pytest.importorskip("plotly", reason="plotly is not installed")
     out = tmp_path / "report.html"
     write_run(sick, [row | {"perf/throughput": 9.0} for row in healthy_rows()])
     assert run(["diagnose", str(sick), str(healthy), "--format", "html", "--out", str(out)]) == 0
@@ -245,3 +244,47 @@ def test_a_rule_cannot_take_a_built_in_rules_name(healthy, mine, capsys):
     mine.write_text(mine.read_text(encoding="utf-8").replace("short-answers", "truncated"), encoding="utf-8")
     assert run(["diagnose", str(healthy), "--rules", f"{mine}:short_answers"]) == 2
     assert "truncated" in capsys.readouterr().err
+
+
+def _missing(tmp_path):
+    return tmp_path / "missing.jsonl"
+
+
+def _empty(tmp_path):
+    (tmp_path / "empty.jsonl").touch()
+    return tmp_path / "empty.jsonl"
+
+
+def _no_log(tmp_path):
+    (tmp_path / "notes.txt").write_text("nothing of a run\n", encoding="utf-8")
+    return tmp_path / "notes.txt"
+
+
+@pytest.mark.parametrize("bad", [_missing, _empty, _no_log])
+@pytest.mark.parametrize("place", [0, 1])
+def test_the_other_runs_are_read_if_one_path_is_bad(healthy, sick, tmp_path, bad, place, capsys):
+    paths = [str(healthy), str(sick)]
+    paths.insert(place, str(bad(tmp_path)))
+    assert run(["diagnose", *paths]) == 2
+    seen = capsys.readouterr()
+    assert "trained and sampling policy are 0.2 nats" in seen.out
+    assert str(healthy) in seen.out
+    assert paths[place] in seen.err
+    assert run(["diagnose", *paths, "--fail-on", "critical"]) == 3
+
+
+def test_a_log_of_a_directory_that_cannot_be_read_does_not_hide_the_others(healthy, tmp_path, capsys):
+    (tmp_path / "broken").mkdir()
+    (tmp_path / "broken" / "metrics.jsonl").write_text('{"step": 1}\n', encoding="utf-8")
+    code = run(["diagnose", str(tmp_path)])
+    seen = capsys.readouterr()
+    assert str(healthy) in seen.out
+    assert (code, "broken" in seen.err) in {(2, True), (0, False)}  # or it was no run at all
+
+
+def test_every_bad_path_is_named_if_none_can_be_read(tmp_path, capsys):
+    assert run(["diagnose", str(_missing(tmp_path)), str(_empty(tmp_path))]) == 2
+    seen = capsys.readouterr()
+    assert "missing.jsonl" in seen.err
+    assert "empty.jsonl" in seen.err
+    assert seen.out == ""

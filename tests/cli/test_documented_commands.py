@@ -14,8 +14,8 @@ import pytest
 from typer.main import get_command
 
 from rlctl.cli.app import app
-from rlctl.spec.keys import leaf_of
-from rlctl.spec.sources import all_presets
+from rlctl.run_spec.keys import leaf_of
+from rlctl.run_spec.sources import all_presets
 
 ROOT = Path(__file__).parents[2]
 PAGES = sorted([ROOT / "README.md", *(ROOT / "docs").rglob("*.md"), *(ROOT / "examples").glob("*.py")])

@@ -1,6 +1,8 @@
 import json
+import shutil
 
 import pytest
+from transformers import AutoTokenizer
 
 from rlctl.cli.app import run
 from tests.unit.evaluate.runs import make_run, quick_task
@@ -99,6 +101,27 @@ def test_regrade_and_compare(run_dir, tmp_path, capsys, monkeypatch):
     assert document["comparisons"][0]["conclusion"] in page.read_text()
 
 
+def test_prompts_of_other_template_variables_are_said_by_compare(run_dir, tmp_path, capsys):
+    """Thinking on and off: `compare` names it, and repeated evaluations are compared without a word."""
+    [val_file] = run_dir.parent.glob("cache/embedded/*/val.parquet")
+    model = shutil.copytree(run_dir / "checkpoints/step_000008/model", tmp_path / "model")
+    tokenizer = AutoTokenizer.from_pretrained(model)
+    tokenizer.chat_template += "{% if enable_thinking %}1{% endif %}"
+    tokenizer.save_pretrained(model)
+    for name, is_thinking in (("on", "true"), ("again", "true"), ("off", "false")):
+        variables = f'{{"enable_thinking": {is_thinking}}}'
+        told = ["--data", str(val_file), "--chat-template-kwargs", variables, "--limit", "3", "--n", "1"]
+        out = ["--max-response-length", "4", "--out", str(tmp_path / name)]
+        assert run(["evaluate", str(model), *told, *out]) == 0, capsys.readouterr().err
+    capsys.readouterr()
+    assert run(["evaluate", "compare", str(tmp_path / "on"), str(tmp_path / "off")]) == 0
+    printed = " ".join(capsys.readouterr().out.split())
+    assert "3 shared questions were asked in different prompts" in printed
+    assert "chat_template_kwargs" in printed
+    assert run(["evaluate", "compare", str(tmp_path / "on"), str(tmp_path / "again")]) == 0
+    assert "different prompts" not in capsys.readouterr().out
+
+
 def test_responses_that_are_stored_are_told_and_used(run_dir, tmp_path, capsys):
     for name in ("first", "second"):
         out = str(tmp_path / name)
@@ -131,3 +154,9 @@ def test_a_run_without_checkpoint_or_data_exits_2(run_dir, tmp_path, capsys):
     )
     assert run(["evaluate", str(no_data)]) == 2
     assert "add --data FILE" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("text", ["", "thinking", "[1]", '{"enable_thinking": false'])
+def test_variables_of_the_template_are_a_json_object(text, capsys):
+    assert run(["evaluate", "some-model", "--data", "gsm8k", "--chat-template-kwargs", text]) == 2
+    assert "--chat-template-kwargs" in capsys.readouterr().err

@@ -42,10 +42,10 @@ def test_summary_says_what_where_and_what_next(source, tmp_path, capsys):
 
 def test_columns_of_other_spelling_get_the_ready_command(tmp_path, capsys):
     file, out = tmp_path / "q & a.csv", tmp_path / "out"
-    file.write_text("Question,Answer\nWhat is 1+1?,2\nWhat is 2+2?,4\n")
+    file.write_text("Text,Response\nWhat is 1+1?,2\nWhat is 2+2?,4\n")
     assert prepare(file, "--out", out) == 2
     (fix,) = re.findall(r"fix  (rlctl .*)", capsys.readouterr().err)
-    assert fix.endswith("--answer-key Answer --prompt-key Question")
+    assert fix.endswith("--answer-key Response --prompt-key Text")
     assert run(shlex.split(fix)[1:]) == 0
     file.write_text("Frage,Antwort\nWhat is 1+1?,2\n")
     assert prepare(file, "--out", out, "--overwrite") == 2
@@ -81,8 +81,8 @@ def test_every_option_arrives(tmp_path, capsys):
     [
         (
             "a.jsonl",
-            b'{"prompt": "q", "answer": "1"}\n{"prompt": "q"}\n',
-            ["a.jsonl:2", "no column 'answer'"],
+            b'{"prompt": "q", "answer": "1"}\n{"answer": "1"}\n',
+            ["a.jsonl:2", "no column 'prompt'"],
         ),
         (
             "a.jsonl",

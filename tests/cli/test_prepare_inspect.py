@@ -124,9 +124,12 @@ def test_show_renders_what_the_model_reads(good, model, capsys):
 
 
 def test_show_without_a_model_and_of_raw_files(tmp_path, capsys):
-    source = write_jsonl(tmp_path / "raw.jsonl", gsm8k_rows())
+    source = write_jsonl(tmp_path / "raw.jsonl", [row | {"level": 3} for row in gsm8k_rows()])
     assert command("show", source, "-n", 1) == 0
     printed = capsys.readouterr().out
+    assert f"── {source}:1\n" in printed
+    assert 'extra_info    {"level": 3}' in printed
+    assert max(map(len, printed.splitlines())) < 300, "no line is filled up to the width of the console"
     assert "user: Ann has 3 pens" in printed
     assert "prompt lengths in characters" in printed
 

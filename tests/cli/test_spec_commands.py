@@ -6,6 +6,7 @@ import itertools
 import json
 import os
 import re
+import shlex
 import subprocess
 import sys
 from pathlib import Path
@@ -22,10 +23,10 @@ from rlctl.registry import (
     REJECTION_CRITERIA,
     Registry,
 )
-from rlctl.spec import sources
-from rlctl.spec.keys import known_leaves, known_sections
-from rlctl.spec.machine import GIB, gpu_memory
-from rlctl.spec.sources import all_presets
+from rlctl.run_spec import sources
+from rlctl.run_spec.keys import known_leaves, known_sections
+from rlctl.run_spec.machine import GIB, gpu_memory
+from rlctl.run_spec.sources import all_presets
 
 Capture = pytest.CaptureFixture[str]
 
@@ -77,14 +78,14 @@ def test_explain_knows_every_part(capsys: Capture) -> None:
             if registry is not REJECTION_CRITERIA or part.name not in BASIC_STATISTICS:
                 assert run(["explain", part.name, "--json"]) == 0
                 found = json.loads(capsys.readouterr().out)
-                [meaning] = [one["meaning"] for one in found if registry.kind in one["meaning"]]
+                [meaning] = [one["meaning"] for one in found if one["meaning"].startswith(registry.kind)]
                 if registry is not REJECTION_CRITERIA:
                     assert ("(experimental)" in meaning) == part.experimental, part.name
 
 
 def test_the_dry_run_says_which_parts_are_experimental(capsys: Capture) -> None:
     loss = "algorithm.rollout_correction.loss_type=vespo"
-    assert run(["train", "-p", "rloo-seq-is", loss, "--dry-run"]) == 0
+    assert run(["train", "-p", "rloo-seq-is", loss, "--dry-run", "--all"]) == 0
     [line] = [line for line in capsys.readouterr().out.splitlines() if "vespo, policy loss" in line]
     assert line.endswith("(experimental)")
 
@@ -161,7 +162,7 @@ def test_a_piped_list_is_not_wrapped(capsys: Capture, monkeypatch: pytest.Monkey
 @pytest.mark.parametrize(
     ("words", "expected"),
     [
-        ("rlctl train -p rloo", {"rloo-seq-is", "rloo-uncorrected"}),
+        ("rlctl train -p rloo", {"rloo", "rloo-seq-is", "rloo-uncorrected"}),
         (
             "rlctl train actor.lr_",
             {"actor.lr_ess_scaling=", "actor.lr_scheduler_type=", "actor.lr_warmup_steps="},
@@ -234,7 +235,55 @@ def _help(words: list[str]) -> str | None:
 def test_the_dry_run_describes_the_estimator_and_the_loss(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
     file = Path(__file__).parents[2] / "examples" / "custom_loss.py"
     loss = f"algorithm.rollout_correction.loss_type={file}:soft_ppo"
-    assert run(["train", "--dry-run", f"trainer.run_dir={tmp_path}/run", loss]) == 0
+    assert run(["train", "--dry-run", "--all", f"trainer.run_dir={tmp_path}/run", loss]) == 0
     shown = " ".join(capsys.readouterr().out.split())
     for part in (ADVANTAGE_ESTIMATORS.part("rloo"), POLICY_LOSSES.part(f"{file}:soft_ppo")):
         assert " ".join(part.formula.split()) in shown
+
+
+@pytest.mark.parametrize(
+    ("values", "gpus"),
+    [
+        (["trainer.n_gpus_per_node=8"], 8),
+        (["trainer.n_gpus_per_node=1"], 1),
+        (["trainer.n_gpus_per_node=8", "trainer.run_dir=runs/x y"], 8),
+        (["-p", "8gpu"], 8),
+        (
+            [
+                "trainer.n_gpus_per_node=4",
+                "rollout.name=vllm",
+                "rollout.mode=server",
+                "rollout.server.replicas=4",
+            ],
+            8,
+        ),
+    ],
+)
+def test_one_machine_needs_no_launcher_and_no_run_directory(values, gpus, capsys: Capture) -> None:
+    given = ["--preset", "rloo", *(word for word in values if word[0] != "-" and word != "8gpu")]
+    given = ["--preset", "8gpu", *given] if "8gpu" in values else given
+    assert run(["train", *given, "--print-command"]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    plain, srun = [shlex.split(line) for line in lines if line and not line.startswith("#")]
+    assert plain[:2] == ["rlctl", "train"]
+    assert sorted(plain[2:]) == sorted(given)
+    assert srun[0] == "srun"
+    assert srun[srun.index("--gpus-per-node") + 1] == str(gpus)
+    assert srun[-len(plain) :] == plain
+
+
+def test_printed_commands_keep_the_three_flags(capsys: Capture) -> None:
+    flags = ["--model", "a/b", "--data", "my data.parquet", "--reward", "maths"]
+    assert run(["train", *flags, "actor.lr=1e-5", "--print-command"]) == 0
+    [plain, _] = [line for line in capsys.readouterr().out.splitlines() if line and line[0] != "#"]
+    assert shlex.split(plain) == ["rlctl", "train", *flags, "actor.lr=1e-5"]
+
+
+def test_presets_are_listed_by_kind_with_older_models_last(capsys: Capture) -> None:
+    assert run(["presets", "list", "--json"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    kinds = list(dict.fromkeys(preset["kind"] for preset in found))
+    assert kinds == ["algorithms", "models", "hardware", "examples"]
+    models = [preset["name"] for preset in found if preset["kind"] == "models"]
+    assert models[-5:] == ["deepseek-7b", "gemma-7b", "llama3-8b", "mistral-7b", "qwen2-7b"]
+    assert {"rloo", "grpo", "ppo", "dapo"} <= {preset["name"] for preset in found}

@@ -77,8 +77,48 @@ def test_resume_of_what_is_no_run(tmp_path: Path, what: str) -> None:
 
 def test_resume_without_a_checkpoint(copy: Path) -> None:
     shutil.rmtree(copy / "checkpoints")
-    refused(runs.resume(copy), 2, "no complete checkpoint")
+    refused(runs.resume(copy), 2, "ended before its first checkpoint", "nothing to resume", "spec.yaml")
     assert (copy / "metrics.jsonl").exists()
+
+
+@pytest.mark.parametrize("again", ["the same command", "its recorded spec"])
+def test_a_run_that_failed_before_its_first_checkpoint_is_started_again(tmp_path: Path, again: str) -> None:
+    """In the same directory, as its messages say; nothing of the first one is lost."""
+    run = tmp_path / "run"
+    three = (*RUN, "trainer.total_training_steps=3", "trainer.save_freq=3")
+    job = runs.start_train(run, *three, before=partial(hooks.failing_sync_at, 2))
+    assert job.wait() == 1
+    said = " ".join(job.output.split())
+    assert "no checkpoint was written yet (trainer.save_freq = 3)" in said
+    assert "the directory can be used again" in said
+    assert "--resume" not in said
+    assert "--resume" not in (run / "failure.json").read_text()
+    refused(runs.resume(run), 2, "ended before its first checkpoint")
+    before = (run / "environment.json").read_bytes()
+    if again == "the same command":
+        job = runs.start_train(run, *three)
+    else:
+        job = runs.start("train", str(run / "spec.yaml"), f"trainer.run_dir={run}", log=tmp_path / "again")
+    assert job.wait() == 0, job.output[-4000:]
+    assert "its files are in earlier-1/" in " ".join(job.output.split())
+    assert [line["step"] for line in runs.metrics(run)] == [1, 2, 3]
+    assert runs.checkpoints(run) == ["step_000003"]
+    assert (run / "earlier-1" / "environment.json").read_bytes() == before
+    assert (run / "earlier-1" / "failure.json").exists()
+    assert not (run / "failure.json").exists()
+    refused(runs.start_train(run, *RUN), 2, "not empty", "--resume")
+
+
+def test_an_attempt_that_fails_at_once_keeps_the_files_of_an_earlier_one(tmp_path: Path) -> None:
+    run = tmp_path / "run"
+    three = (*RUN, "trainer.total_training_steps=3", "trainer.save_freq=3")
+    first = runs.start_train(run, *three, before=partial(hooks.failing_sync_at, 2))
+    assert first.wait() == 1
+    second = runs.start_train(run, *three, before=partial(hooks.failing_sync_at, 1))  # no step is logged
+    assert second.wait() == 1
+    assert [path.name for path in run.iterdir() if not path.name.startswith(".")] == ["earlier-1"]
+    assert runs.start_train(run, *RUN).wait() == 0
+    assert (run / "earlier-1" / "failure.json").exists()
 
 
 def test_resume_with_every_checkpoint_damaged(copy: Path) -> None:

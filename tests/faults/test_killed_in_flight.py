@@ -13,7 +13,6 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-import psutil
 import pytest
 import torch
 from transformers import AutoModelForCausalLM
@@ -21,11 +20,11 @@ from transformers import AutoModelForCausalLM
 from rlctl.engine.checkpoint import verify
 from rlctl.rollout import server_process
 from rlctl.rollout.build_vllm import build_vllm
-from rlctl.rollout.protocol import PlainWeights
+from rlctl.rollout.expected_weights import PlainWeights
 from rlctl.rollout.server_access import KEY
 from rlctl.tiny.embedded import ensure_embedded
 from tests import hooks, runs
-from tests.processes import writers_to
+from tests.processes import wait_until_ended, writers_to
 from tests.unit.rollout.stub_server import context_of
 
 pytestmark = [
@@ -89,8 +88,7 @@ def killed(embedded_cache: Path, forked_vllm: Path, tmp_path_factory: pytest.Tem
     started = [line.split() for line in (run / "pids").read_text().splitlines()]
     assert len(started) == 3
     assert all(started)
-    left = {*writers_to(engines)}
-    assert psutil.wait_procs([p for p in psutil.process_iter() if p.pid in left], timeout=60)[1] == []
+    assert wait_until_ended(writers_to(engines), timeout=60) == []
     assert list(weights.iterdir()) == []
     return run
 

@@ -69,13 +69,14 @@ def test_a_broken_file_is_refused_by_name(tmp_path, capfd, name):
 BAD_ROWS = {
     "null-prompt": (b'{"prompt": null, "answer": "1"}', "the prompt is null"),
     "mixed-types": (b'{"prompt": {"text": "q"}, "answer": "1"}', "the prompt is of type dict"),
-    "list-answer": (b'{"prompt": "q", "answer": [1, 2]}', "of type list"),
+    "list-answer": (b'{"prompt": "q", "answer": [[1], 2]}', "of type list"),
     "not-utf8": (b'{"prompt": "caf\xe9", "answer": "1"}', "not valid UTF-8 at byte 16"),
     "half-a-pair": (rb'{"prompt": "\ud83d", "answer": "1"}', "not valid UTF-8"),
     "cut-off": (b'{"prompt": "q", "ans', "invalid JSON"),
     "deep": (b"[" * 200_000, "nested too deeply"),
     "no-object": (b"42", "not a JSON object"),
-    "no-column": (b'{"question": "q"}', "no column"),
+    "no-column": (b'{"words": "q"}', "no column"),
+    "nan-answer": (b'{"prompt": "q", "answer": NaN}', "is nan, not a number"),
 }
 
 
@@ -100,7 +101,7 @@ def test_a_bad_row_is_named_when_refused_and_kept_when_set_aside(tmp_path, capfd
     assert counts["train"] + counts["test"] == 201
 
 
-@pytest.mark.parametrize("answer", ["null", "NaN", '""', '"proof"'])
+@pytest.mark.parametrize("answer", ["null", '""', '"proof"'])
 def test_a_row_without_an_answer_is_dropped_and_counted(tmp_path, capfd, answer):
     source = tmp_path / "in.jsonl"
     source.write_bytes(LINES + b'{"prompt": "q", "answer": %s}\n' % answer.encode())

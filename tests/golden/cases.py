@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from itertools import cycle, product
 
 from rlctl.registry import ADVANTAGE_ESTIMATORS, CORRECTION_WEIGHTS, KL_ESTIMATORS, POLICY_LOSSES
-from rlctl.spec.resolve import criteria_names, examples
+from rlctl.run_spec.resolve import criteria_names, examples
 
 #: The preset below all others, so that the defaults of the spec can change.
 PLAIN = "rloo-seq-is"
@@ -40,6 +40,8 @@ MANY = CLIP + REJECTING + REF + "actor.entropy_coeff=0.05 actor.use_kl_loss=true
 LORA = "model.lora_rank=4 model.target_modules=[all-linear] "
 TWO_HEADS = "model.path={models}/heads engine.sequence_parallel=2 "
 
+#: In decoupled mode the first update has ratios of 1: flags, or the sign of |log ratio|, are then rounding.
+TIED = {"kl_cov", "p3o", "topr"}
 #: Loss → parameters that it requires, or without which it would do nothing in these runs.
 PARAMS = {
     "dispo": {"low_pos": 0.2, "high_pos": 0.28, "low_neg": 0.2, "high_neg": 0.2},
@@ -111,7 +113,8 @@ def _losses() -> Iterator[tuple[str, Case]]:
     for name in (part.name for part in POLICY_LOSSES.parts()):
         loss = f"rc.loss_type={name} actor.clip_ratio=0.03 {_params(name)} {REJECTING} "
         yield f"loss {name}, bypass", Case(loss + "actor.loss_agg_mode=seq-mean-token-mean")
-        yield f"loss {name}, decoupled", Case(loss + DECOUPLED + "rc.rollout_is=token")
+        if name not in TIED:
+            yield f"loss {name}, decoupled", Case(loss + DECOUPLED + "rc.rollout_is=token")
 
 
 def _params(loss: str) -> str:

@@ -4,7 +4,7 @@
 
 The model is random and fixed by its seed, not the embedded one: that is trained where it is built, and
 the last bits of 200 optimizer steps are the processor's own. What is left to differ between machines is
-the rounding of a few sums, so the comparison is to 1e-4.
+rounding, see `tolerance.py`.
 """
 
 from __future__ import annotations

@@ -8,9 +8,7 @@ projections on random signs); of some cases also the weight of every token, and 
 dump. The model is random and fixed by its seed, see `first_updates.py`; the responses are stored, see
 `stored.py`.
 
-On one machine the figures repeat exactly. Where the same numbers are summed in another order (another layout
-of the tokens, another number of ranks) they differ by up to 1e-5: rounding of log-probs grows in weights of
-whole sequences, and AdamW steps as far for a gradient that is only rounding as for any other.
+On one machine the figures repeat exactly, elsewhere to a tolerance, see `tolerance.py`.
 """
 
 from __future__ import annotations
@@ -36,19 +34,13 @@ from rlctl.track.run_dir import SUMMARY_FILE
 from tests import runs
 from tests.golden import graders
 from tests.golden.cases import BASE, PLAIN, Case, cases
+from tests.golden.tolerance import COMMITS, Figure, distance
 from tests.processes import Job
 
 FILE = Path(__file__).with_suffix(".json")
 #: Case → one record per step: metric → figure.
-Figure = float | list[float]
 Figures = dict[str, list[dict[str, Figure]]]
 CHANGES = ("norm", "a", "b", "c")
-#: Part of a metric's name → size below which a difference is taken relative to this size; of others 0.001.
-#: Where terms of either sign cancel, or 1 is subtracted, their rounding is left.
-FLOORS = {
-    **{"change/": 0.3, "chi2": 1.0, "max_deviation": 1.0, "advantages/mean": 1.0},
-    **{"pg_loss": 0.1, "kl": 0.1, "log_ppl_diff": 0.1, "vf_": 0.1},
-}
 
 
 def write_models(where: Path) -> None:
@@ -108,7 +100,7 @@ def figures(names: Iterable[str], jobs: int = 1) -> Figures:
 class InProcess(Scorer):
     """Grades in place of the grading processes, whose start takes longer than the training."""
 
-    def __init__(self, name: str, params: object) -> None:
+    def __init__(self, name: str, params: object, threads: int = 1) -> None:
         self._function = getattr(graders, name.rpartition(":")[2])
 
     def check(self) -> None:
@@ -180,21 +172,8 @@ def difference(now: Figures, golden: Figures, name: str) -> tuple[float, str]:
         return math.inf, "number of steps"
     for step, (ours, theirs) in enumerate(zip(now[name], golden[name], strict=True), 1):
         for key, value in theirs.items():
-            worst = max(worst, (_distance(ours.get(key), value, key), f"step {step}, {key}"))
+            worst = max(worst, (distance(ours.get(key), value, key), f"step {step}, {key}"))
     return worst
-
-
-def _distance(ours: Figure | None, golden: Figure, key: str) -> float:
-    if isinstance(golden, list):
-        if not isinstance(ours, list) or len(ours) != len(golden):
-            return math.inf
-        return max(_distance(a, b, key) for a, b in zip(ours, golden, strict=True))
-    if not isinstance(ours, float | int) or math.isnan(ours) != math.isnan(golden):
-        return math.inf
-    if ours == golden or math.isnan(golden):
-        return 0.0
-    floor = next((size for word, size in FLOORS.items() if word in key), 1e-3)
-    return abs(ours - golden) / max(abs(golden), floor)
 
 
 def read() -> Figures:
@@ -239,7 +218,7 @@ def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("--only", default="", metavar="WORD", help="cases whose names contain it")
     parser.add_argument("--compare", action="store_true", help="write nothing")
-    parser.add_argument("--rel", type=float, default=1e-6, help="largest relative difference allowed")
+    parser.add_argument("--rel", type=float, default=COMMITS, help="largest relative difference allowed")
     parser.add_argument("--jobs", type=int, default=1, help="processes at once")
     given = parser.parse_args()
     chosen = [name for name in cases() if given.only in name]

@@ -26,7 +26,8 @@ from pydantic import BaseModel
 from rlctl.batch import TokenLists, Turn
 from rlctl.registry import ROLLOUT_ENGINES
 from rlctl.rollout.engines import EngineCapabilities, EngineContext
-from rlctl.rollout.protocol import Policy, Request, Sampling, step_seed, turn_seed
+from rlctl.rollout.protocol import Policy, Request, Sampling
+from rlctl.rollout.seeds import step_seed, turn_seed
 
 FILE = Path(__file__).with_suffix(".json")
 STEPS = 4
@@ -83,9 +84,15 @@ class Stored:
         return turn
 
     def sync_weights(self, policy: Policy, policy_version: int) -> None:
-        """Writes the norm of the change since the last sync, and three projections on random signs."""
+        """Writes the norm of the change since the last sync, and three projections on random signs.
+
+        Without the biases of keys: attention does not depend on them, so their gradient is rounding, and
+        AdamW steps as far for it as for any other.
+        """
         self.version, sums = policy_version, torch.zeros(4, dtype=torch.float64)
         for name, tensor in policy.weights():
+            if name.endswith("k_proj.bias"):
+                continue
             new = tensor.detach().float().clone()
             change = (new - self.weights[name].float()).double().flatten()
             draw = torch.Generator().manual_seed(zlib.crc32(name.encode()))

@@ -6,7 +6,8 @@ import pytest
 
 from tests.golden.cases import cases
 from tests.golden.runs import Figures, difference, figures, read
-from tests.golden.test_runs import FEW, TOLERANCE
+from tests.golden.test_runs import FEW
+from tests.golden.tolerance import PROCESSORS
 
 OTHERS = [name for name in cases() if name not in FEW]
 GOLDEN = read()
@@ -20,4 +21,4 @@ def now() -> Figures:
 @pytest.mark.parametrize("name", OTHERS)
 def test_figures_are_as_they_were(now: Figures, name: str) -> None:
     found, where = difference(now, GOLDEN, name)
-    assert found < TOLERANCE, where
+    assert found < PROCESSORS, where

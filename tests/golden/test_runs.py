@@ -6,9 +6,8 @@ import pytest
 
 from tests.golden.cases import cases
 from tests.golden.runs import Figures, difference, figures, read
+from tests.golden.tolerance import PROCESSORS
 
-#: Of the same machine 1e-6 is expected (`python -m tests.golden.runs --compare`), of another one this.
-TOLERANCE = 1e-4
 #: One of every kind, half a second to two seconds of a processor each.
 FEW = (
     "preset rloo-seq-is",
@@ -35,7 +34,7 @@ def now() -> Figures:
 @pytest.mark.parametrize("name", FEW)
 def test_figures_are_as_they_were(now: Figures, name: str) -> None:
     found, where = difference(now, GOLDEN, name)
-    assert found < TOLERANCE, where
+    assert found < PROCESSORS, where
 
 
 def test_every_case_is_recorded() -> None:
@@ -57,5 +56,5 @@ def test_a_difference_is_found(changed: dict[str, float | list[float]], where: s
     golden: Figures = {"a": [{"actor/pg_loss": 0.1, "dump/keep_mask": [1, 1]}]}
     assert difference(golden, golden, "a")[0] == 0.0
     found, place = difference({"a": [changed]}, golden, "a")
-    assert found > TOLERANCE
+    assert found > PROCESSORS
     assert place == where

@@ -14,8 +14,8 @@ import pytest
 
 from rlctl.metric_names import describe
 from rlctl.registry import ADVANTAGE_ESTIMATORS, KL_ESTIMATORS, POLICY_LOSSES
-from rlctl.spec.load import load_spec
-from rlctl.spec.run_spec import RunSpec
+from rlctl.run_spec.load import load_spec
+from rlctl.run_spec.run_spec import RunSpec
 from tests import hooks, runs
 
 pytestmark = pytest.mark.usefixtures("embedded")

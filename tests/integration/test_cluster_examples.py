@@ -12,7 +12,7 @@ import yaml
 
 from rlctl.cli.app import run
 from rlctl.cli.print_command import launches
-from rlctl.spec.load import load_spec
+from rlctl.run_spec.load import load_spec
 
 CLUSTERS = Path(__file__).parents[2] / "examples/clusters"
 #: File → position of its command, and its target machine.
@@ -38,7 +38,7 @@ def test_a_dry_run_finds_nothing(
         text = text[key]
     words = shlex.split(text.replace("\\\n", " ").replace("/shared", str(tmp_path)))
     arguments = words[words.index("train") :]
-    assert run([*arguments, "--dry-run", "--machine", machine]) == 0, capsys.readouterr()
+    assert run([*arguments, "--dry-run", "--all", "--machine", machine]) == 0, capsys.readouterr()
     said = capsys.readouterr().out
     assert "new weights: broadcast over NCCL" in said
     assert "on each node of the run" in said or "on nodes of the Ray cluster with free GPUs or CPUs" in said

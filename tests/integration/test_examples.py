@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from pathlib import Path
 
 import pytest
@@ -21,6 +22,7 @@ ENGINE = f"{EXAMPLES}/custom_engine.py:plain_sampling"
 WEIGHT = f"{EXAMPLES}/custom_correction.py:tempered"
 CRITERION = f"{EXAMPLES}/custom_correction.py:worst_tokens"
 KL = f"{EXAMPLES}/custom_kl.py:half_square"
+TERM = f"{EXAMPLES}/custom_term.py:remember"
 TRACKER = f"{EXAMPLES}/custom_tracker.py:Lines"
 REWARD = f"{EXAMPLES}/custom_reward.py:agreement"
 
@@ -40,6 +42,7 @@ def test_a_run_with_parts_from_files(tmp_path: Path) -> None:
         f"reward.name={REWARD}",
         "actor.use_kl_loss=true",
         f"actor.kl_loss_type={KL}",
+        f"actor.terms=[{TERM}]",
         f"trainer.logger=[{TRACKER}]",
         "trainer.total_training_steps=2",
     )
@@ -47,6 +50,12 @@ def test_a_run_with_parts_from_files(tmp_path: Path) -> None:
     lines = [line.split() for line in (run / "lines.txt").read_text().splitlines()]
     assert [float(score) for _, score in lines] == [row["critic/score/mean"] for row in (first, last)]
     assert last["actor/kl_loss"] > 0
+    assert 0 < last["actor/terms/remember/forgotten"] < 1
+    assert last["actor/terms/remember"] > 0
+    sequences = [row for row in runs.rollouts(run) if row["reward"] is not None]
+    for row in sequences:
+        for value, log_prob in zip(row["confidence"], row["rollout_log_probs"], strict=True):
+            assert value == (None if log_prob is None else pytest.approx(math.exp(log_prob), rel=1e-5))
     assert last["training/global_step"] == 2
     assert first["actor/grad_norm"] > 0
     assert first["rollout_corr/rollout_rs_worst_tokens_max"] >= 0

@@ -24,9 +24,9 @@ from transformers import (
 )
 
 from rlctl.prefix import body_of
-from rlctl.spec.model import ModelSpec
-from rlctl.spec.model_size import PUBLISHED, model_size
-from rlctl.spec.sources import all_presets, read_yaml_file
+from rlctl.run_spec.model import ModelSpec
+from rlctl.run_spec.model_size import PUBLISHED, model_size
+from rlctl.run_spec.sources import all_presets, read_yaml_file
 from rlctl.tiny.embedded import problem, write_parquet
 from tests import runs
 from tests.models import config_of

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
+from rlctl.run_spec.load import load_spec
 from tests import runs
 from tests.own_model import save_tiny_qwen2
 
@@ -29,12 +30,9 @@ def test_gsm8k_like_rows_to_a_trained_model(tmp_path: Path) -> None:
     model = save_tiny_qwen2(tmp_path / "model", context=512)
     run = runs.train(
         tmp_path / "run",
-        "-p",
-        "rloo-seq-is",
-        f"model.path={model}",
-        f"data.train_files={data / 'train.parquet'}",
+        *("--model", str(model), "--data", str(data / "train.parquet"), "--reward", "maths"),
+        *("-p", "rloo-seq-is"),
         f"data.val_files={data / 'test.parquet'}",
-        "data.max_prompt_length=400",
         "data.max_response_length=12",
         "data.train_batch_size=4",
         "engine.dtype=fp32",
@@ -42,6 +40,10 @@ def test_gsm8k_like_rows_to_a_trained_model(tmp_path: Path) -> None:
         "trainer.total_training_steps=2",
         "trainer.test_freq=1",
     )
+    spec = load_spec(files=[run / "spec.yaml"]).spec
+    assert (spec.model.path, spec.reward.name) == (str(model), "maths")
+    assert 64 <= spec.data.max_prompt_length < 512 - 12  # of the longest prompt
+    assert "data.max_prompt_length=" in run.with_suffix(".log").read_text()
     lines = runs.metrics(run)
     assert [line["step"] for line in lines] == [0, 1, 2]
     assert "val/openai/gsm8k/reward_mean" in lines[0]

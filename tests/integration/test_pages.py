@@ -18,7 +18,7 @@ import pytest
 
 from docs.generate import BLOCK as GENERATED
 from rlctl.files import cached_directory
-from rlctl.spec.model_size import named_directory
+from rlctl.run_spec.model_size import named_directory
 from tests import runs
 
 ROOT = Path(__file__).parents[2]
@@ -109,6 +109,7 @@ def after_the_tutorials(
         shutil.copy(TRL_LOG, "trainer_state.json")
         write_files(ROOT / "docs" / "tutorial" / "beside-trl.md", where)
         (where / "mine.yaml").write_text("actor.lr: 1e-4\n")
+        shutil.copytree(ROOT / "examples", where / "examples")
     shorter = where / "bin" / "rlctl"
     shorter.parent.mkdir()
     shorter.write_text(SHORTER.replace("{rlctl}", str(forked_commands / "rlctl")))

@@ -2,8 +2,8 @@
 
 import pytest
 
-from benchmarks.pathologies import FORMATS, in_formats
-from benchmarks.planted import DECOUPLED, never_synced
+from benchmarks.studies.pathologies import FORMATS, in_formats
+from benchmarks.studies.planted import DECOUPLED, never_synced
 from rlctl.diagnose.readers.detect import read_run
 from rlctl.diagnose.rule import examine, metrics_read
 from tests.runs import start_train

@@ -12,7 +12,7 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from rlctl.metric_names import SECTIONS, describe
-from rlctl.spec.load import load_spec
+from rlctl.run_spec.load import load_spec
 from rlctl.track.open_run import log_ratios
 from tests import runs
 from tests.processes import ROOT, Job

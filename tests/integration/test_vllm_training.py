@@ -16,7 +16,7 @@ import pytest
 from rlctl.rollout.server_access import KEY
 from tests import hooks, runs
 from tests.forked_python import run_in
-from tests.listeners import assert_on_loopback
+from tests.listeners import accepting, assert_on_loopback
 from tests.processes import TIMEOUT_S, Job
 
 pytestmark = [
@@ -92,11 +92,10 @@ def test_in_the_trainers_processes_under_zero_3(in_process: Path, trained: str) 
 
 
 def servers(job: Job) -> list[psutil.Process]:
-    return [
-        child
-        for child in psutil.Process(job.pid).children(recursive=True)
-        if "rlctl.rollout.server_process" in child.cmdline()
-    ]
+    """Its vLLM servers, without the process that each forks to outlive it."""
+    children = psutil.Process(job.pid).children(recursive=True)
+    ours = [child for child in children if "rlctl.rollout.server_process" in child.cmdline()]
+    return [child for child in ours if child.ppid() not in {each.pid for each in ours}]
 
 
 def start_on_a_server(tmp_path: Path, *trained: str, before: Callable[[], None] | None = None) -> Job:
@@ -120,7 +119,9 @@ def check_doors(job: Job) -> None:
     commands = [process.info["cmdline"] or [] for process in psutil.process_iter(["cmdline"])]
     assert not any(key in word for words in commands for word in words)
     arguments = server.cmdline()
-    url = f"http://127.0.0.1:{arguments[arguments.index('--port') + 1]}"
+    port = arguments[arguments.index("--port") + 1]
+    assert accepting(job) == [int(port)]  # also of other users of this machine
+    url = f"http://127.0.0.1:{port}"
     known = {"Authorization": f"Bearer {key}"}
     strangers = ({"Authorization": "Bearer x"}, known | {"Origin": "null"}, known | {"Host": "a.example"})
     with httpx.Client(base_url=url, trust_env=False, timeout=TIMEOUT_S) as client:
@@ -171,6 +172,7 @@ def test_a_server_gets_weights_by_broadcast(tmp_path: Path, forked: Callable[[],
     """vLLM's own endpoints and order of calls, over gloo; no file of weights is written."""
     job = start_on_a_server(tmp_path, "rollout.server.weight_transfer=broadcast", before=forked)
     job.wait_for(lambda: len(runs.metrics(tmp_path / "run")) >= 1)
+    assert accepting(job) == []  # the server is a fork of another process
     assert not list((tmp_path / "weights").rglob("*.safetensors"))
     check_end(tmp_path, job)
     environment = (tmp_path / "run/environment.json").read_text()

@@ -16,9 +16,9 @@ from rlctl.algos.estimators import AdvantageInputs
 from rlctl.algos.rules import CorrectionRules, LossRule, RejectRule, WeightRule
 from rlctl.algos.segments import Segments, Units
 from rlctl.registry import ADVANTAGE_ESTIMATORS, POLICY_LOSSES
-from rlctl.spec.algorithm import ActorSpec, RolloutCorrectionSpec, TeacherSpec
-from rlctl.spec.load import load_spec
-from rlctl.spec.run_spec import RunSpec
+from rlctl.run_spec.algorithm import ActorSpec, RolloutCorrectionSpec, TeacherSpec
+from rlctl.run_spec.load import load_spec
+from rlctl.run_spec.run_spec import RunSpec
 from rlctl.train.settings import UpdateSettings
 
 
@@ -144,7 +144,7 @@ def advantage_inputs(scores: Tensor, group_ids: Tensor, lengths: Tensor, **more:
     last = unit.places == unit.spread(lengths) - 1
     given = {"gamma": 1.0, "lam": 1.0, "divide_by_std": True} | more
     rewards = torch.where(last, unit.spread(scores), 0.0)
-    return AdvantageInputs(rewards, Units(unit, unit, unit), group_ids, **given)
+    return AdvantageInputs(rewards, scores, Units(unit, unit, unit), group_ids, **given)
 
 
 def estimate(

@@ -23,9 +23,10 @@ from rlctl.batch import TokenBatch, TokenLists
 from rlctl.engine.deepspeed import DeepSpeedEngine
 from rlctl.engine.protocol import StepResult
 from rlctl.engine.ranks import Ranks
-from rlctl.spec.algorithm import ActorSpec, RolloutCorrectionSpec, TeacherSpec
+from rlctl.run_spec.algorithm import ActorSpec, RolloutCorrectionSpec, TeacherSpec
 from rlctl.train.settings import UpdateSettings
 from rlctl.train.update import mini_batches, update
+from tests.changed import changed
 from tests.models import naive_log_probs, tiny_model
 from tests.properties.batches import estimate, loss_rule, update_settings
 
@@ -223,7 +224,7 @@ def truncated_batch(old: str, *, exact: bool) -> TokenBatch:
         ids = torch.tensor([token for before in befores for token in KEPT[before]], dtype=torch.int32)
         kept = TokenLists(counts, ids)
     advantages = batch.units.episode.spread(estimate("rloo", REWARDS[rows], batch.group_ids))
-    batch = replace(batch, rollout_log_probs=sampled, advantages=advantages, kept=kept)
+    batch = changed(batch, rollout_log_probs=sampled, advantages=advantages, kept=kept)
     own = sampled if old == "rollout" else restricted_log_probs(model(), batch, exact=exact).detach().float()
     return replace(batch, old_log_probs=own)
 

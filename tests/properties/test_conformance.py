@@ -1,7 +1,7 @@
 """Each framework's rule, as rlctl writes it, does to the same 1,000 responses what the framework does.
 
 verl 0.9.1 itself computes its rows where it can be imported; the others' rules are the slow ones of
-`tests/reference/peers.py`. The table of `docs/reference/conformance.md` is what comes out.
+`tests/reference/peers.py`. The table of `docs/evidence/conformance.md` is what comes out.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from rlctl.what_if.settings import Setting, frameworks
 from tests.properties.padded_batches import Corrected, corrected, factor_and_metrics
 from tests.reference import peers, verl_helper
 
-PAGE = Path(__file__).parents[2] / "docs" / "reference" / "conformance.md"
+PAGE = Path(__file__).parents[2] / "docs" / "evidence" / "conformance.md"
 SETTINGS = {setting.name: setting for setting in frameworks()}
 RESPONSES = peers.thousand()
 LENGTHS = torch.tensor([len(response) for response in RESPONSES])
@@ -105,4 +105,4 @@ def test_equals_verl(name: str) -> None:
 def test_the_table_of_the_docs_is_what_comes_out() -> None:
     text = PAGE.read_text(encoding="utf-8")
     missing = [row for row in map(row_of, SETTINGS.values()) if row not in text]
-    assert not missing, "put these rows into docs/reference/conformance.md:\n" + "\n".join(missing)
+    assert not missing, "put these rows into docs/evidence/conformance.md:\n" + "\n".join(missing)

@@ -17,11 +17,12 @@ from torch import Tensor
 from rlctl.algos.kl import kl_estimate, top_k_kl
 from rlctl.algos.rules import RejectRule, WeightRule
 from rlctl.batch import TokenBatch, TokenLists
+from rlctl.capabilities.teacher.run import Distillation
 from rlctl.engine.deepspeed import FrozenPolicy
 from rlctl.engine.ranks import Ranks
 from rlctl.errors import SpecError
 from rlctl.registry import KL_ESTIMATORS
-from rlctl.spec.load import load_spec
+from rlctl.run_spec.load import load_spec
 from rlctl.train.score_batch import score_batch, with_advantages, with_penalties
 from rlctl.train.step_metrics import StepTimer
 from rlctl.train.update import Updated, update
@@ -162,7 +163,9 @@ def scored(
 ) -> TokenBatch:
     """The responses with the teacher's columns, by the code of the training loop."""
     teacher = FrozenPolicy(model(TEACHER), ranks, zero_stage=0, dtype=torch.float32, temperature=1.0)
-    parts = {"actor": actor, "ref": None, "critic": None, "teacher": teacher, "tokenizer": range(3)}
+    distillation = Distillation(spec)
+    distillation.model, distillation.vocabulary = teacher, 3
+    parts = {"actor": actor, "ref": None, "critic": None, "capabilities": (distillation,)}
     run = SimpleNamespace(spec=spec, ranks=ranks, data_ranks=ranks, **parts)
     batch = replace(batch_of(rows, group_ids), rollout_log_probs=rollout_log_probs(rows))
     return score_batch(run, batch, StepTimer(ranks.device))
@@ -191,7 +194,7 @@ def in_reward(actor: Recording, ranks: Ranks) -> Tensor:
     group_ids = torch.arange(len(pairs) // 2).repeat_interleave(2)
     batch = scored(pairs, ranks, spec, actor, group_ids)
     batch = replace(batch, rewards=torch.ones_like(batch.rollout_log_probs))
-    batch, _, metrics = with_penalties(batch, spec.algorithm, None, ranks)
+    batch, _, metrics = with_penalties(batch, spec.algorithm, None, ranks, [Distillation(spec)])
     world = World.new()
     assert set(metrics) == {"distill/reverse_kl"}
     gaps = world.total(world.chosen(world.own - world.teacher)) / torch.tensor([len(r) for r in RESPONSES])
@@ -225,7 +228,7 @@ def check_metrics(form: Form, outcome: Updated, batch: TokenBatch) -> None:
     assert outcome.metrics["distill/kl_loss"] == pytest.approx(mean, rel=1e-5)
     tail = float((count * own[:, -1].detach()).sum() / count.sum())
     assert outcome.metrics["distill/tail_mass"] == pytest.approx(tail, rel=1e-4, abs=1e-12)
-    assert len(batch.teacher_top_k) == len(batch.teacher_log_probs)
+    assert len(batch.column("most_likely")) == len(batch.column("teacher_log_probs"))
 
 
 @cache
@@ -387,8 +390,8 @@ def test_lists_of_the_teacher_are_columns() -> None:
     batch = batch_of([0, 1, 2])
     count = len(batch.rollout_log_probs)
     lists = TokenLists(torch.full((count,), 2), torch.arange(2 * count), torch.zeros(2 * count))
-    batch = replace(batch, teacher_top_k=lists, teacher_tail=torch.arange(float(count)))
+    batch = batch.with_columns(most_likely=lists, teacher_tail=torch.arange(float(count)))
     again = batch.pick([2, 0, 1]).pick([1, 2, 0])
-    assert torch.equal(again.teacher_top_k.ids, lists.ids)
-    assert torch.equal(again.teacher_tail, batch.teacher_tail)
-    assert again.inputs.most_likely is again.teacher_top_k
+    assert torch.equal(again.column("most_likely").ids, lists.ids)
+    assert torch.equal(again.column("teacher_tail"), batch.column("teacher_tail"))
+    assert again.inputs.most_likely is again.column("most_likely")

@@ -12,7 +12,7 @@ from rlctl.engine.log_probs import PolicyModule
 from rlctl.environment.single_turn import sample_episodes
 from rlctl.rollout.hf import HFRollout
 from rlctl.rollout.protocol import Sampling
-from rlctl.spec import memory
+from rlctl.run_spec import memory
 from tests.processes import on_ranks
 from tests.properties.enumerated_updates import ROUNDING, enumerate_truncated
 from tests.unit.rollout.test_hf_rollout import TEXTS, TOKENIZER, random_model
@@ -62,32 +62,32 @@ def test_the_gap_is_rounding(model, monkeypatch, name, way) -> None:
     assert gaps(model, rollouts, temperature, way).mean() <= 1e-6
     assert gaps(model, rollouts, temperature, way).max() <= 5e-6
     # And without it, truncation is most of what is seen.
-    assert gaps(model, replace(rollouts, kept=None), temperature, way).mean() > 0.02
+    assert gaps(model, rollouts.with_columns(kept=None), temperature, way).mean() > 0.02
 
 
 def test_sets_are_those_of_the_processed_distribution(model) -> None:
     """Responses that end early and chunks included; a whole vocabulary is stored as nothing."""
     sampling = TRUNCATED["top-k"]
     whole, cut = sample(model, sampling), sample(model, sampling, max_num_seqs=5)
-    assert (whole.kept.counts == 3).all()
-    assert torch.equal(whole.kept.counts, cut.kept.counts)
-    assert torch.equal(whole.kept.ids, cut.kept.ids)
-    assert not whole.kept.without(whole.inputs.tokens).any()
-    everything = sample(model, PLAIN).kept
+    assert (whole.column("kept").counts == 3).all()
+    assert torch.equal(whole.column("kept").counts, cut.column("kept").counts)
+    assert torch.equal(whole.column("kept").ids, cut.column("kept").ids)
+    assert not whole.column("kept").without(whole.inputs.tokens).any()
+    everything = sample(model, PLAIN).column("kept")
     assert not everything.counts.any()
     assert len(everything.ids) == 0
-    assert sample(model, replace(PLAIN, with_kept=False)).kept is None
+    assert "kept" not in sample(model, replace(PLAIN, with_kept=False)).columns
 
 
 def test_episodes_in_any_order_take_their_sets_along(model) -> None:
     """As micro-batches do."""
     batch = sample(model, TRUNCATED["top-p"])
     for chosen in ([30, 3, 17, 3], list(range(7, 20))):
-        kept = batch.pick(chosen).kept
+        kept = batch.pick(chosen).column("kept")
         sets = [set(x.tolist()) for x in kept.ids.split(kept.counts.tolist())]
         one_by_one = []
         for row in chosen:
-            own = batch.kept[batch.units.episode.index == row]
+            own = batch.column("kept")[batch.units.episode.index == row]
             one_by_one += [set(x.tolist()) for x in own.ids.split(own.counts.tolist())]
         assert sets == one_by_one
 

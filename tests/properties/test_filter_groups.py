@@ -25,15 +25,15 @@ from rlctl.engine.ranks import Ranks
 from rlctl.environment.build import EpisodeSource
 from rlctl.reward.build import Reward
 from rlctl.reward.protocol import Failure, Graded, RewardResult, Scorer
-from rlctl.spec.load import load_spec
-from rlctl.spec.model import RECIPE
-from rlctl.spec.rollout import OverlongSpec
+from rlctl.run_spec.load import load_spec
+from rlctl.run_spec.model import RECIPE
+from rlctl.run_spec.rollout import OverlongSpec
 from rlctl.tiny.model import build_tokenizer
-from rlctl.train.filter_groups import _summary, draw_next_prompts, filtered_groups
+from rlctl.train.filter_groups import _summaries, draw_next_prompts, filtered_groups
 from rlctl.train.score_batch import with_advantages
 from rlctl.train.step_metrics import StepTimer, episode_sums
 from rlctl.train.stream import PromptDraws
-from tests.episodes import RandomEngine, groups_of, same
+from tests.episodes import RandomEngine, flat, groups_of, same
 from tests.properties.batches import estimate
 
 ONE_RANK = Ranks(0, 1, torch.device("cpu"))
@@ -144,7 +144,9 @@ def test_advantages_are_multiplied_by_the_weights_of_their_prompts() -> None:
             for episode in group
         ]
         batch = TokenBatch.of(episodes)
-        batch = replace(batch, rewards=-batch.rollout_log_probs, old_log_probs=batch.rollout_log_probs)
+        scores = batch.units.episode.sum(-batch.rollout_log_probs)
+        columns = {"rewards": -batch.rollout_log_probs, "old_log_probs": batch.rollout_log_probs}
+        batch = replace(batch, **columns).with_columns(scores=scores)
         return with_advantages(batch, algorithm, ONE_RANK).advantages
 
     plain, found = advantages([1.0] * 3), advantages([1.0, 2.5, 4.0])
@@ -173,11 +175,11 @@ def test_groups_are_compared_without_the_length_penalty(score: float, factor: fl
         told = tuple(replace(episode, response=word) for episode, word in zip(group, words, strict=True))
         graded = reward.score(told)
         assert graded.scores.unique().numel() > 2  # the penalties differ
-        summary = _summary(told, graded)
+        [summary] = _summaries(flat([told]), graded, 12)
         assert summary.has_spread == is_mixed
         assert summary.mean == pytest.approx(0.9 * (score + 0.25 * words.count("b") / 12), abs=1e-6)
         assert summary.tokens == sum(episode.num_sampled for episode in told)
-        sums = episode_sums(Graded([told], graded, None, {}), 0, 99)
+        sums = episode_sums(Graded(flat([told]), graded, None, {}), 0, 99)
         assert sums["flat_groups"] == (0.0 if is_mixed else 1.0)
         halves = [graded.pick(range(6)), graded.pick(range(6, 12))]
         assert torch.equal(RewardResult.joined(halves).graded, graded.graded)
@@ -188,10 +190,10 @@ def test_only_graded_episodes_count() -> None:
     [group] = groups_of(sizes=(4,))
     told = (replace(group[0], stop_reason="aborted"), *group[1:])
     graded = RewardResult(torch.tensor([9.0, 1.0, 0.0, 1.0]), torch.tensor([True, True, False, True]))
-    summary = _summary(told, graded)
+    [summary] = _summaries(flat([told]), graded, 4)
     assert (summary.has_spread, summary.mean, summary.graded, summary.failed) == (False, 1.0, 2, 1)
     nothing = RewardResult(torch.zeros(4), torch.zeros(4, dtype=torch.bool))
-    summary = _summary(told, nothing)
+    [summary] = _summaries(flat([told]), nothing, 4)
     assert (summary.has_spread, summary.mean, summary.graded, summary.failed) == (False, 0.0, 0, 3)
 
 
@@ -249,7 +251,7 @@ def filtered(world_size: int, batch_size: int = 4) -> Filtered:
 
     with ThreadPoolExecutor(world_size) as threads:
         found, draws = zip(*threads.map(work, range(world_size)), strict=True)
-    of_steps = [[pair for groups, rewards, _ in of_ranks for pair in _by_group(groups, rewards)]
+    of_steps = [[pair for episodes, rewards, _ in of_ranks for pair in _by_group(episodes.groups, rewards)]
                 for of_ranks in zip(*found, strict=True)]  # fmt: skip
     for of_step in of_steps:
         of_step.sort(key=lambda pair: pair[0][0].task.group_id)

@@ -2,7 +2,7 @@
 
 Two prompts and three responses; every group of three is enumerated, with every way in which members are
 missing, in one batch that holds each group exactly as often as it is drawn: what a batch tends to as it
-grows. The table of `docs/explanation/groups.md` is what comes out.
+grows. The table of `docs/evidence/groups.md` is what comes out.
 """
 
 from __future__ import annotations
@@ -23,12 +23,12 @@ from rlctl.algos.segments import Segments
 from rlctl.batch import TokenBatch
 from rlctl.engine.ranks import Ranks
 from rlctl.registry import ADVANTAGE_ESTIMATORS
-from rlctl.spec.algorithm import AlgorithmSpec
+from rlctl.run_spec.algorithm import AlgorithmSpec
 from rlctl.train.score_batch import with_advantages
 from tests.properties.batches import estimate
 from tests.reference import peer_packages, verl_helper
 
-PAGE = Path(__file__).parents[2] / "docs" / "explanation" / "groups.md"
+PAGE = Path(__file__).parents[2] / "docs" / "evidence" / "groups.md"
 ESTIMATORS = ADVANTAGE_ESTIMATORS
 N = 3
 #: Responses: (token, token before it or None); each is the only one with its last token after its prefix.
@@ -154,6 +154,7 @@ def batch_of(case: Case) -> TokenBatch:
         turns=zeros.long(),
         old_log_probs=log_probs,
         rewards=torch.where(last, episodes.spread(rewards), 0.0),
+    ).with_columns(
         values=torch.tensor([VALUES[prompt][before] for prompt, _, before in tokens]),
         score_norms=torch.tensor(norms),
         sequence_weights=torch.ones(len(members)),

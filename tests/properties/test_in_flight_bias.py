@@ -1,11 +1,11 @@
-"""Which corrections are exact if the weights change inside a response: `benchmarks/in_flight_bias.py`."""
+"""Which corrections are exact if weights change inside a response: `benchmarks/studies/in_flight_bias.py`."""
 
 from __future__ import annotations
 
 import pytest
 import torch
 
-from benchmarks.in_flight_bias import CACHES, EXACT, SETTINGS, VERSIONS, Bias, World
+from benchmarks.studies.in_flight_bias import CACHES, EXACT, SETTINGS, VERSIONS, Bias, World
 
 #: float32 weights and a product of up to four ratios.
 ROUNDING = 1e-5

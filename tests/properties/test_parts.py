@@ -20,8 +20,8 @@ from rlctl.algos.losses import policy_loss
 from rlctl.algos.rules import BASIC_STATISTICS, CorrectionRules, RejectRule, WeightRule
 from rlctl.algos.segments import Segments, Units, added, to_host
 from rlctl.registry import ADVANTAGE_ESTIMATORS, CORRECTION_WEIGHTS, POLICY_LOSSES, REJECTION_CRITERIA
-from rlctl.spec.algorithm import RolloutCorrectionSpec
-from rlctl.spec.resolve import correction_rules
+from rlctl.run_spec.algorithm import RolloutCorrectionSpec
+from rlctl.run_spec.resolve import correction_rules
 from tests.properties.batches import Batch, advantage_inputs, loss_rule, make_batch
 from tests.properties.padded_batches import factor_and_metrics
 
@@ -34,8 +34,10 @@ PLACES, ORDERED = UNIT.entries_of(ORDER), Segments(UNIT.lengths[ORDER])
 
 def inputs() -> AdvantageInputs:
     draw = torch.Generator().manual_seed(3)
+    token_rewards = torch.randn(UNIT.total, generator=draw)
     return AdvantageInputs(
-        token_rewards=torch.randn(UNIT.total, generator=draw),
+        token_rewards=token_rewards,
+        rewards=UNIT.sum(token_rewards),
         units=Units(UNIT, UNIT, UNIT),
         group_ids=torch.tensor([0, 0, 0, 0, 1, 1, 1, 1]),
         gamma=0.9,
@@ -51,7 +53,10 @@ def inputs() -> AdvantageInputs:
 def of_episodes(given: AdvantageInputs, episodes: Tensor) -> AdvantageInputs:
     """These episodes (k,), in that order."""
     places, unit = given.unit.entries_of(episodes), Segments(given.unit.lengths[episodes])
-    by_token, by_episode = ("token_rewards", "values", "score_norms"), ("group_ids", "baseline_scores")
+    by_token, by_episode = (
+        ("token_rewards", "values", "score_norms"),
+        ("group_ids", "rewards", "baseline_scores"),
+    )
     columns = {name: getattr(given, name)[places] for name in by_token}
     columns |= {name: getattr(given, name)[episodes] for name in (*by_episode, "sequence_weights")}
     return replace(given, units=Units(unit, unit, unit), **columns)

@@ -1,7 +1,7 @@
 """Other frameworks' loss and correction code and ours on the same batches: values, weights, masks, gradients.
 
 `make conformance` installs the packages and runs this; without them the tests are skipped. What is equal here
-is the matrix in docs/reference/conformance.md.
+is the matrix in docs/evidence/conformance.md.
 """
 
 from __future__ import annotations
@@ -17,8 +17,8 @@ from torch import Tensor
 from rlctl.algos.losses import coefficients, policy_loss
 from rlctl.algos.rules import LossRule
 from rlctl.algos.segments import Segments
-from rlctl.spec.algorithm import RolloutCorrectionSpec
-from rlctl.spec.resolve import correction_rules
+from rlctl.run_spec.algorithm import RolloutCorrectionSpec
+from rlctl.run_spec.resolve import correction_rules
 from tests.properties.batches import loss_rule
 from tests.properties.padded_batches import Corrected, corrected
 from tests.reference import peer_packages, verl_helper

@@ -4,7 +4,7 @@ implementation."""
 from __future__ import annotations
 
 import itertools
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import pytest
 import torch
@@ -14,15 +14,16 @@ import rlctl
 from rlctl.algos.correction import bound
 from rlctl.algos.rules import WeightRule
 from rlctl.algos.score_centering import expected_score, score_factors
-from rlctl.batch import Episode, Sequence, Task, TokenBatch, TokenLists, Turn
+from rlctl.batch import Episode, Task, TokenBatch, TokenLists, TokenSequence, Turn
 from rlctl.engine.log_probs import PolicyModule
 from rlctl.engine.ranks import Ranks
 from rlctl.errors import SpecError, UsageError
 from rlctl.rollout.hf import HFRollout
 from rlctl.rollout.protocol import Request, Sampling
-from rlctl.spec import memory
-from rlctl.spec.load import load_spec
+from rlctl.run_spec import memory
+from rlctl.run_spec.load import load_spec
 from rlctl.train.update import update
+from tests.changed import changed
 from tests.processes import on_ranks
 from tests.properties.enumerated_updates import (
     RESPONSES,
@@ -143,7 +144,7 @@ def whole_batch(case: Case) -> TokenBatch:
         counts = torch.full((len(sampled),), case.listed, dtype=torch.int32)
         most_likely = TokenLists(counts, ids.int(), probabilities.log())
     given = {"rollout_log_probs": sampled, "old_log_probs": sampled}
-    return replace(batch, **given, advantages=batch.units.episode.spread(advantages), most_likely=most_likely)
+    return changed(batch, **given, advantages=batch.units.episode.spread(advantages), most_likely=most_likely)
 
 
 def covariance_gradient(case: Case) -> Tensor:
@@ -199,7 +200,7 @@ def test_update_has_the_covariance_alone(tmp_path) -> None:
 def batch_of_turns(turns: list[Turn], requests: list[Request]) -> TokenBatch:
     task = Task(prompt_ids=(), text="")
     sequences = [
-        Sequence.of_turn(request.token_ids, turn) for request, turn in zip(requests, turns, strict=True)
+        TokenSequence.of_turn(request.token_ids, turn) for request, turn in zip(requests, turns, strict=True)
     ]
     return TokenBatch.of([Episode(task, place, (one,), "") for place, one in enumerate(sequences)])
 
@@ -216,16 +217,16 @@ def test_sampler_and_trainer_list_the_same(monkeypatch, way) -> None:
         batch_of_turns(HFRollout(network, TOKENIZER, "cpu", rows).sample(requests, sampling), requests)
         for rows in (None, 5)
     )
-    assert (whole.most_likely.counts == 5).all()
-    assert torch.equal(whole.most_likely.ids, cut.most_likely.ids)
-    assert torch.equal(whole.most_likely.counts, cut.most_likely.counts)
+    assert (whole.column("most_likely").counts == 5).all()
+    assert torch.equal(whole.column("most_likely").ids, cut.column("most_likely").ids)
+    assert torch.equal(whole.column("most_likely").counts, cut.column("most_likely").counts)
     policy = PolicyModule(network, 0.8)
     policy.reader.layout = "padded" if way == "padded" else "packed"
     policy.head.is_linear = way != "model's own head"
     for part in (whole, whole.pick([30, 3, 17, 3]), whole.pick(range(7, 20))):
         with torch.no_grad():
             found = policy(part.inputs)
-        ids, log_probs = part.most_likely.padded()
+        ids, log_probs = part.column("most_likely").padded()
         torch.testing.assert_close(found.most_likely, log_probs, atol=1e-5, rtol=0)
         assert (log_probs.diff() <= 0).all()  # the most likely first
         at, own = ids == part.inputs.tokens[:, None], found.log_probs

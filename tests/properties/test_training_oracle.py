@@ -6,7 +6,6 @@ Also the losses and advantages with inputs in bf16, and the adaptive KL coeffici
 from __future__ import annotations
 
 import math
-from dataclasses import replace
 
 import pytest
 import torch
@@ -16,7 +15,7 @@ from rlctl.algos.kl import kl_loss
 from rlctl.algos.losses import policy_loss, value_loss
 from rlctl.algos.segments import Segments
 from rlctl.registry import KL_ESTIMATORS, POLICY_LOSSES
-from rlctl.spec.algorithm import AlgorithmSpec
+from rlctl.run_spec.algorithm import AlgorithmSpec
 from rlctl.train.score_batch import kl_controller, with_advantages, with_penalties
 from tests.processes import on_ranks
 from tests.properties.batches import by_response, loss_rule, make_batch
@@ -148,8 +147,8 @@ def test_the_adaptive_coefficient_holds_the_kl_at_its_target(start: float) -> No
         draw = torch.Generator().manual_seed(step)
         noise = 0.1 * torch.randn(scored.old_log_probs.shape, generator=draw)
         gaps = 0.1 / coefficient + noise
-        scored = replace(scored, ref_log_probs=scored.old_log_probs - gaps)
-        gaps = (scored.old_log_probs - scored.ref_log_probs).double()  # as rounded
+        scored = scored.with_columns(ref_log_probs=scored.old_log_probs - gaps)
+        gaps = (scored.old_log_probs - scored.column("ref_log_probs")).double()  # as rounded
         after, controller, metrics = with_penalties(scored, algorithm, controller, alone())
 
         rewards = scored.rewards.double() - coefficient * gaps

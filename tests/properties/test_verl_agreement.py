@@ -16,8 +16,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from rlctl.spec.algorithm import RolloutCorrectionSpec
-from rlctl.spec.resolve import correction_rules
+from rlctl.run_spec.algorithm import RolloutCorrectionSpec
+from rlctl.run_spec.resolve import correction_rules
 from tests.properties.padded_batches import Batch, factor_and_metrics, make_batch
 from tests.reference import verl_helper
 

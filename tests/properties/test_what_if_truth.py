@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from rlctl.spec.algorithm import RolloutCorrectionSpec
+from rlctl.run_spec.algorithm import RolloutCorrectionSpec
 from rlctl.what_if.replay import replay
 from rlctl.what_if.settings import grid
 from tests.reference.enumerable import GROUP, World

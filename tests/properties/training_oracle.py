@@ -11,7 +11,7 @@ Nothing here is taken from rlctl. Models are tiny; a rank holds its share of eve
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
 
 import torch
@@ -47,7 +47,7 @@ def batch_of() -> TokenBatch:
     batch = tiny_batch(tiny_model(), ROWS, seed=7, horizon=HORIZON)
     draw = torch.Generator().manual_seed(8)
     values, returns = torch.randn(2, len(batch.turns), generator=draw)
-    return replace(batch, values=0.1 * values, returns=returns)
+    return batch.with_columns(values=0.1 * values, returns=returns)
 
 
 @dataclass(frozen=True)
@@ -102,7 +102,9 @@ def value_objective(weights: Weights, mini: TokenBatch, clip: float) -> Tensor:
         lambda **inputs: functional_call(BODY, body, (), inputs), weights["head.weight"], mini
     )
     total = torch.zeros((), dtype=torch.float64)
-    for value, old, target in zip(values, mini.values.tolist(), mini.returns.tolist(), strict=True):
+    for value, old, target in zip(
+        values, mini.column("values").tolist(), mini.column("returns").tolist(), strict=True
+    ):
         clipped = old + (value - old).clamp(-clip, clip)
         total = total + 0.5 * torch.maximum((value - target) ** 2, (clipped - target) ** 2)
     return total / len(mini.turns)

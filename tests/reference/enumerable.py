@@ -10,7 +10,7 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
-from benchmarks.gradients import worlds
+from benchmarks.studies.gradients import worlds
 from rlctl.algos.correction import correct
 from rlctl.algos.rules import CorrectionRules
 from rlctl.algos.segments import Units

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import random
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -64,6 +65,20 @@ def _saturating(top: float) -> Value:
     return value
 
 
+def _alternating(high: float, low: float, steps: int) -> Value:
+    """At one level for so many steps, then at the other: data ordered in blocks of two sources."""
+
+    def value(since: int, length: int, noise: random.Random, healthy: Any) -> float:
+        return (low if since // steps % 2 else high) * math.exp(noise.gauss(0, 0.03))
+
+    return value
+
+
+def _either(high: float, low: float) -> Value:
+    """At one level or the other, at random: each batch is of one of two sources."""
+    return lambda since, length, noise, healthy: noise.choice((high, low)) * math.exp(noise.gauss(0, 0.03))
+
+
 _GAP = {"training/rollout_probs_diff_mean": near(7e-3, 0.05), f"{CORR}k3_kl": near(2e-3, 0.1)}
 
 KINDS: tuple[Kind, ...] = (
@@ -98,6 +113,15 @@ KINDS: tuple[Kind, ...] = (
           f"{CORR}k3_kl": near(0.08), f"{CORR}chi2_token": near(0.2),
           f"{CORR}rollout_is_eff_sample_size": near(0.85, 0.02),
           f"{CORR}rollout_is_raw_eff_sample_size": near(0.8, 0.02)}),
+    Kind("two sources, in blocks of 10", (),
+         {"critic/score/mean": _alternating(0.7, 0.3, 10), "response_length/mean": _alternating(300, 500, 10),
+          "val/addition/reward_mean": validated(0.5),
+          **dict.fromkeys(("actor/entropy", *_LOG_PPL), _alternating(0.5, 0.8, 10))}),
+    Kind("two sources, in blocks of 25", (),
+         {"critic/score/mean": _alternating(0.66, 0.34, 25), "val/addition/reward_mean": validated(0.5)}),
+    Kind("two sources, at random", (),
+         {"critic/score/mean": _either(0.7, 0.3), "response_length/mean": _either(300, 500),
+          "val/addition/reward_mean": validated(0.5)}),
     Kind("rough: drifting, heavy tails", (), roughness=2.0),
     Kind("short: 30 steps", (), steps=30),
 )  # fmt: skip

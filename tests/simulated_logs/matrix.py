@@ -22,7 +22,7 @@ from rlctl.diagnose.finding import SEVERITIES, Finding, Severity
 from rlctl.diagnose.readers.detect import read_run
 from rlctl.diagnose.rule import Diagnosis, Rule, all_rules, examine, metrics_read
 from rlctl.diagnose.table import RunLog, Table
-from rlctl.spec.load import load_spec
+from rlctl.run_spec.load import load_spec
 from tests.simulated_logs.faults import FAULTS, STEPS, Fault
 from tests.simulated_logs.healthy import KINDS, Kind
 from tests.simulated_logs.simulate import Row, healthy_rows, interrupted, roughen, settle
@@ -31,7 +31,7 @@ from tests.simulated_logs.writers import FORMATS, Format, write_log
 if TYPE_CHECKING:
     from rich.table import Table as RichTable
 
-    from rlctl.spec.run_spec import RunSpec
+    from rlctl.run_spec.run_spec import RunSpec
 
 #: Called with the logs done and the logs in all.
 Progress = Callable[[int, int], None]
@@ -231,7 +231,7 @@ def _delay(rule: Rule, run: RunLog, onset: int, wanted: Severity) -> int:
     return int(run.table.steps[places[first] - 1]) - onset
 
 
-if __name__ == "__main__":  # the table of docs/explanation/diagnose-validation.md
+if __name__ == "__main__":  # the table of docs/evidence/diagnose-validation.md
     from rich.console import Console
 
     found = run(2, lambda done, total: None)

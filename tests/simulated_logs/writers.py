@@ -16,8 +16,8 @@ from functools import cache
 from pathlib import Path
 from typing import Any, Literal
 
-from rlctl.spec.load import RUN_SPEC_FILE, dump_spec
-from rlctl.spec.run_spec import RunSpec
+from rlctl.run_spec.load import RUN_SPEC_FILE, dump_spec
+from rlctl.run_spec.run_spec import RunSpec
 from rlctl.track.jsonl import METRICS_FILE
 
 Format = Literal["rlctl", "verl", "trl", "nemo-rl"]

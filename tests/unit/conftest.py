@@ -5,11 +5,14 @@ from __future__ import annotations
 import shutil
 import subprocess
 import sys
+import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
+
+ROOT = Path(__file__).parents[2]
 
 
 @pytest.fixture(scope="module")
@@ -74,11 +77,35 @@ def loaded_from_elsewhere(browser: Any) -> Callable[[Path, str], list[str]]:
     return go
 
 
+@pytest.fixture
+def serving() -> Iterator[Callable[[Any], Any]]:
+    """Starts servers of the page of runs, and ends them."""
+    from rlctl.report.serve import PageServer
+
+    servers: list[Any] = []
+
+    def start(pages: Any) -> PageServer:
+        server = PageServer(pages)
+        servers.append(server)
+        threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.02}, daemon=True).start()
+        return server
+
+    yield start
+    for server in servers:
+        server.shutdown()
+        server.server_close()
+
+
 @pytest.fixture(scope="session")
 def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The built wheel of rlctl."""
-    wheels, root = tmp_path_factory.mktemp("wheels"), Path(__file__).parents[2]
-    pip = [sys.executable, "-m", "pip", "--disable-pip-version-check", "-q"]
-    subprocess.run([*pip, "wheel", "--no-deps", "-w", str(wheels), str(root)], check=True)
-    (found,) = wheels.glob("rlctl-*.whl")
-    return found
+    return built("wheel", ROOT, tmp_path_factory.mktemp("wheels"))
+
+
+def built(kind: str, source: Path, target: Path) -> Path:
+    """Builds a `wheel` or an `sdist` without network, from the environment's hatchling."""
+    pytest.importorskip("hatchling", reason="hatchling is not installed")
+    command = [sys.executable, "-m", "hatchling", "build", "-t", kind, "-d", str(target)]
+    subprocess.run(command, cwd=source, check=True, capture_output=True)
+    (file,) = target.glob("rlctl-*")
+    return file

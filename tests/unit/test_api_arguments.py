@@ -15,7 +15,7 @@ import rlctl
 from rlctl import api
 from rlctl.errors import SpecError, UsageError
 from rlctl.evaluate.request import EvaluateRequest
-from rlctl.spec.algorithm import RolloutCorrectionSpec
+from rlctl.run_spec.algorithm import RolloutCorrectionSpec
 
 A, MASK = torch.zeros(2, 3), torch.ones(2, 3, dtype=torch.bool)
 

@@ -5,8 +5,8 @@ import pytest
 from scipy import stats
 
 from benchmarks.intervals import holm, mean_interval, p_different, p_not_equivalent
-from benchmarks.off_policy_report import pair_table
 from benchmarks.runs import Outcome
+from benchmarks.studies.off_policy_report import pair_table
 
 
 @pytest.mark.slow

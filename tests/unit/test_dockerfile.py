@@ -6,8 +6,11 @@ import fnmatch
 import re
 import shlex
 import subprocess
+import sys
 import tomllib
 from pathlib import Path
+
+import pytest
 
 ROOT = Path(__file__).parents[2]
 STAGES = (ROOT / "Dockerfile").read_text().replace("\\\n", " ").split("\nFROM ")[1:]
@@ -50,6 +53,25 @@ def test_every_file_that_the_package_is_built_from_is_copied() -> None:
         assert below
         assert all(map(is_in_context, below))
     assert not is_in_context("tests/conftest.py")
+
+
+def test_hadolint_accepts_it() -> None:
+    hadolint = Path(sys.executable).with_name("hadolint")
+    if not hadolint.exists():
+        pytest.skip("hadolint is not installed")
+    done = subprocess.run(
+        [hadolint, "--no-color", ROOT / "Dockerfile"], capture_output=True, text=True, check=False
+    )
+    assert (done.returncode, done.stdout) == (0, "")
+
+
+def test_a_parser_reads_it() -> None:
+    parser = pytest.importorskip("dockerfile_parse").DockerfileParser(str(ROOT), cache_content=True)
+    assert parser.is_multistage
+    assert [image.partition(":")[0] for image in parser.parent_images] == ["python", "nvidia/cuda"]
+    instructions = [each["instruction"] for each in parser.structure]
+    assert instructions.count("CMD") == len(STAGES)
+    assert set(instructions) <= {"COMMENT", "FROM", "RUN", "COPY", "WORKDIR", "ENV", "CMD"}
 
 
 def test_every_extra_of_an_image_exists() -> None:

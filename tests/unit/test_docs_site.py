@@ -1,13 +1,16 @@
 """Text of the pages that the code has: committed, current; root files as pages of the site."""
 
+import json
 import re
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 
-from docs.generate import COMMAND, END, with_generated_text
-from mkdocs_hooks import PAGES, ROOT, as_page
+from docs.generate import BLOCK, COMMAND, END, with_generated_text
+from docs.search_words import IMPORT, METRICS, SPEC, entries, merged, with_anchors
+from mkdocs_hooks import PAGES, ROOT, as_page, marked, with_breaks, write_versions
 from rlctl import registry
 from rlctl.cli.app import app
 
@@ -114,7 +117,7 @@ def test_the_inputs_of_a_users_part_are_listed_with_shapes_and_defaults() -> Non
     expected = (
         "| `advantages` | (m,), constants |",
         "| `ratio` | (m,): r = π_θ/π_old |",
-        "| `rewards` | (E,) float64 reward of each episode, the sum over all its tokens |",
+        "| `rewards` | (E,) float64 reward of each episode: its score minus any KL penalty",
         "| `train` | (M,) log π_train |",
         "| `finish_reason` | stop, length or abort, see `FINISH_REASONS` |",
         "| `needs` | metrics without which the rule is skipped |",
@@ -136,3 +139,86 @@ def test_the_entry_point_groups_of_the_page_are_those_of_the_registries() -> Non
     named = set(re.findall(r'entry-points\."(rlctl\.\w+)"', text))
     registries = {one.group for one in vars(registry).values() if isinstance(one, registry.Registry)}
     assert named == registries
+
+
+def words(text: str) -> int:
+    """Words that somebody wrote."""
+    return len(BLOCK.sub("", text).split())
+
+
+def test_what_is_to_be_read_is_not_too_much() -> None:
+    """Start, guides and reference, without generated text; the evidence is off this path."""
+    pages = [path for path in DOCS.rglob("*.md") if path.parent.name != "evidence"]
+    num_words = {path.name: words(path.read_text(encoding="utf-8")) for path in pages}
+    readme = (ROOT / "README.md").read_text(encoding="utf-8")
+    assert sum(num_words.values()) + words(readme) <= 60_000, num_words
+    assert words(readme) <= 1_000
+    assert words(f"a b\n<!-- generated: x -->\n\nmany words\n\n{END}\nc") == 3
+
+
+def test_the_search_leads_from_other_names_to_ours() -> None:
+    found = {entry["location"]: entry for entry in entries()}
+    assert len(found) == len(entries()), "the site shows one entry per address"
+    for location, name in (
+        (f"{SPEC}#data.max_response_length", "max_completion_length (TRL)"),
+        (f"{SPEC}#rollout.n", "num_generations (TRL)"),
+        (f"{SPEC}#actor.lr", "actor_rollout_ref.actor.optim.lr (verl)"),
+        (f"{METRICS}#response_length/clip_ratio", "completions/clipped_ratio (trl)"),
+    ):
+        assert name in found[location]["title"].split("; ")
+    assert "completion" in found[f"{SPEC}#data.max_response_length"]["text"].rpartition("(")[2]
+    megatron = found[f"{IMPORT}#actor_rollout_ref.actor.megatron."]
+    assert megatron["title"].endswith("not in rlctl")
+    for location in found:
+        address, _, key = location.partition("#")
+        if address == SPEC:
+            assert f"\n| `{key}` |" in page("reference/spec")
+
+
+def test_a_section_of_no_page_is_refused() -> None:
+    index = {"docs": [{"location": "a/", "title": "A", "text": ""}]}
+    assert len(merged(index, [{"location": "a/#b", "title": "", "text": ""}])["docs"]) == 2
+    with pytest.raises(ValueError, match="c/"):
+        merged(index, [{"location": "c/#b", "title": "", "text": ""}])
+
+
+def test_rows_of_keys_have_an_address_once() -> None:
+    row = "<tr>\n<td><code>{}</code></td>\n<td>x</td>\n</tr>"
+    html = with_anchors(row.format("actor.lr") + row.format("actor.lr") + row.format("a &lt; b"))
+    assert html.count('<tr id="actor.lr">') == 1
+    assert html.count("<tr>") == 2
+
+
+@pytest.mark.parametrize(
+    ("code", "shown"),
+    [
+        ("actor.lr", "actor.lr"),
+        ("rloo-seq-is", '<span class="unbroken">rloo-seq-is</span>'),
+        (
+            "algorithm.rollout_correction.rollout_is_batch_normalize",
+            "algorithm.<wbr>rollout_correction.<wbr>rollout_is_batch_normalize",
+        ),
+        ("a &lt;b&gt; c", "a &lt;b&gt; c"),
+    ],
+)
+def test_code_breaks_at_dots_only(code: str, shown: str) -> None:
+    assert with_breaks(f"<p><code>{code}</code></p>") == f"<p><code>{shown}</code></p>"
+    block = f"<pre><span></span><code>{code}</code></pre>"
+    assert with_breaks(block) == block
+
+
+def test_generated_text_is_marked() -> None:
+    html = f"<!-- generated: spec keys -->\n<table></table>\n{END}\n<p>mine</p>"
+    assert marked(html).startswith('<div class="generated">')
+    assert marked(html).endswith("</div>\n<p>mine</p>")
+    assert "spec keys" in marked(html)
+
+
+def test_versions_are_listed_newest_first(tmp_path: Path) -> None:
+    for name in ("0.9.0", "0.10.0", "0.1.0"):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "index.html").touch()
+    (tmp_path / "assets").mkdir()
+    write_versions(tmp_path)
+    listed = json.loads((tmp_path / "versions.json").read_text(encoding="utf-8"))
+    assert [entry["version"] for entry in listed] == ["0.10.0", "0.9.0", "0.1.0"]

@@ -19,7 +19,9 @@ KNOWN = {
     ("doctor/checks.py", "create_server"): "",  # whether a port is free; closed at once
     ("processes.py", "bind"): "",  # the same
     ("user_code.py", "bind"): "",  # of arguments to a signature
-    ("environment/endpoint.py", "start_server"): "an agent function's endpoint",
+    ("environment/endpoint.py", "Listener"): "an agent function's endpoint",  # rlctl's own class
+    ("environment/connections.py", "create_server"): "an agent function's endpoint",
+    ("cli/report.py", "serve_forever"): "whoever knows the random key in its address",
     ("engine/ranks.py", "FileStore"): "a file in a directory of mode 0700",
     ("engine/ranks.py", "HashStore"): "",  # memory of this process
     ("engine/ranks.py", "init_process_group"): "gloo and NCCL",

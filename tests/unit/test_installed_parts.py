@@ -13,7 +13,7 @@ import pytest
 
 from rlctl.errors import UsageError
 from rlctl.registry import CORRECTION_WEIGHTS, GRADERS, POLICY_LOSSES
-from rlctl.spec.load import load_spec
+from rlctl.run_spec.load import load_spec
 from tests.packages import install_package
 
 LOSS = "algorithm.rollout_correction.loss_type"
@@ -142,7 +142,7 @@ def test_an_installed_package_adds_a_part(tmp_path: Path) -> None:
         sys.path.insert(0, {str(tmp_path)!r})
         from rlctl.errors import UsageError
         from rlctl.registry import POLICY_LOSSES
-        from rlctl.spec.load import load_spec
+        from rlctl.run_spec.load import load_spec
         assert "theirs" in set(POLICY_LOSSES)
         spec = load_spec([], [], ["{LOSS}=theirs", "algorithm.rollout_correction.rollout_is=null"]).spec
         assert spec.algorithm.rollout_correction.loss_type == "theirs"

@@ -12,8 +12,8 @@ import pytest
 from rlctl import model_files
 from rlctl.errors import EnvironmentFailure
 from rlctl.model_files import model_directory
-from rlctl.spec.model import NAMED_MODELS
-from rlctl.spec.run_spec import RunSpec
+from rlctl.run_spec.model import NAMED_MODELS
+from rlctl.run_spec.run_spec import RunSpec
 from rlctl.train.start import with_absolute_paths
 
 NAME = "smollm2-135m"

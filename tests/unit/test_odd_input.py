@@ -9,7 +9,7 @@ import pytest
 from rlctl.cli.app import run
 from rlctl.errors import SpecError
 from rlctl.files import open_to_append
-from rlctl.spec.load import load_spec
+from rlctl.run_spec.load import load_spec
 
 LONG = "x" * 5000
 CORRECTION = "algorithm.rollout_correction"

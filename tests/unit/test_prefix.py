@@ -18,8 +18,9 @@ from rlctl.batch import ModelInputs
 from rlctl.engine.log_probs import PolicyModule
 from rlctl.prefix import can_share_prefix, shared_prefix
 from rlctl.rollout.hf import HFRollout
-from rlctl.rollout.protocol import Request, Sampling, turn_seed
-from rlctl.spec.model import RECIPE
+from rlctl.rollout.protocol import Request, Sampling
+from rlctl.rollout.seeds import turn_seed
+from rlctl.run_spec.model import RECIPE
 from rlctl.tiny.model import build_model, build_tokenizer
 
 VOCABULARY = 23

@@ -27,10 +27,10 @@ from rlctl.registry import (
     REJECTION_CRITERIA,
     Registry,
 )
-from rlctl.spec.explain import bands
-from rlctl.spec.load import LoadedSpec, dump_spec, load_spec
-from rlctl.spec.resolve import correction_rules
-from rlctl.spec.run_spec import RunSpec
+from rlctl.run_spec.explain import bands
+from rlctl.run_spec.load import LoadedSpec, dump_spec, load_spec
+from rlctl.run_spec.resolve import correction_rules
+from rlctl.run_spec.run_spec import RunSpec
 from rlctl.train.start import with_absolute_paths
 from rlctl.user_code import files_of, load_function
 
@@ -156,7 +156,7 @@ def test_names_and_formulas_need_no_torch() -> None:
 
 
 def test_a_decorated_function_brings_its_parameters_and_needs(mine: str) -> None:
-    from rlctl.spec.resolve import loss_rule
+    from rlctl.run_spec.resolve import loss_rule
 
     name = f"{mine}:with_params"
     spec = spec_with(f"{LOSS}={name}", f"{PARAMS}.beta=0.5").spec
@@ -169,7 +169,7 @@ def test_a_decorated_function_brings_its_parameters_and_needs(mine: str) -> None
 
 
 def test_an_undecorated_function_is_a_part_without_a_ratio(mine: str) -> None:
-    from rlctl.spec.resolve import loss_rule
+    from rlctl.run_spec.resolve import loss_rule
 
     spec = spec_with(f"{LOSS}={mine}:plain").spec
     assert not loss_rule(spec).has_ratio

@@ -284,18 +284,18 @@ class ConsoleReader:
 
     def _dictionaries(self, prefix: str, text: str, step: int | None) -> bool | None:
         """Reads the dictionaries of a line, or begins one; True if one is a row, None if there is none."""
-        found, place, may_begin = [], text.find("{"), len(self._braces) < _MOST_PROCESSES
-        while place >= 0:
-            if match := _DICTIONARY.match(text, place):
-                found.append(self.add(pairs(match.group()), step))
-                place = match.end()
-            elif may_begin and len(text) - place <= _LONGEST and (braces := Braces.begin(text[place:], step)):
+        added, start, may_begin = [], text.find("{"), len(self._braces) < _MOST_PROCESSES
+        while start >= 0:
+            if match := _DICTIONARY.match(text, start):
+                added.append(self.add(pairs(match.group()), step))
+                start = match.end()
+            elif may_begin and len(text) - start <= _LONGEST and (braces := Braces.begin(text[start:], step)):
                 self._braces[prefix] = braces
-                return any(found)
-            place = text.find("{", place + 1)
-        if not found and "{" not in text and len(_BARE_PAIRS.findall(text)) >= _FEWEST_PAIRS:
-            found = [self.add(pairs(text), step)]
-        return any(found) if found else None
+                return any(added)
+            start = text.find("{", start + 1)
+        if not added and "{" not in text and len(_BARE_PAIRS.findall(text)) >= _FEWEST_PAIRS:
+            added = [self.add(pairs(text), step)]
+        return any(added) if added else None
 
     def _take_braces(self, prefix: str, text: str) -> bool:
         """Continues a dictionary of several lines."""

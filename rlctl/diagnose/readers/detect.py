@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -26,7 +26,8 @@ from rlctl.diagnose.readers.runs import Log, Preview, runs_in
 from rlctl.diagnose.readers.source import LogSource, is_archive, opened, unpacked
 from rlctl.diagnose.table import STDIN, RunLog
 from rlctl.errors import UsageError
-from rlctl.spec.load import RUN_SPEC_FILE, spec_or_note
+from rlctl.run_spec.load import RUN_SPEC_FILE
+from rlctl.track.trust import spec_or_note
 
 _KNOWN_LOGS = (
     "name a run directory, or a log: metrics.jsonl, trainer_state.json, files of TensorBoard or W&B, what "
@@ -54,6 +55,7 @@ def read_runs(
     path: Path,
     wanted: Collection[str],
     readers: Readers = BUILT_IN,
+    on_unreadable: Callable[[UsageError], object] | None = None,
 ) -> Iterator[RunLog]:
     """Reads the logs of all runs at a path, of any framework, one after another.
 
@@ -64,6 +66,8 @@ def read_runs(
         wanted: canonical metrics to keep, where `<…>` stands for any text; memory grows only with the number
             of these and of rows.
         readers: the readers' files that apply.
+        on_unreadable: is called with the error of each log in a directory or an archive that cannot be read,
+            and the others are read; without it the error is raised.
 
     Raises:
         UsageError: the file does not exist, is not a known log, or contains no step and no error, or no known
@@ -77,7 +81,14 @@ def read_runs(
         return
     with unpacked(path) as directory:
         for log, notes in runs_in(directory, path, partial(_preview, readers=readers)):
-            yield _read_log(log, metrics, notes)
+            try:
+                run = _read_log(log, metrics, notes)
+            except UsageError as error:
+                if on_unreadable is None:
+                    raise
+                on_unreadable(error)
+                continue
+            yield run
 
 
 def read_run(
@@ -143,17 +154,17 @@ def _recognized(collected: Collected, reading: LogReading, log: Path) -> Reader:
     Raises:
         UsageError: the log contains no step and no error, or no known metric.
     """
-    found = reading.readers.of(collected.names, reading.hint)
+    reader = reading.readers.of(collected.names, reading.hint)
     if not len(collected.steps) and reading.exception is not None:
-        return found or reading.readers.unknown
+        return reader or reading.readers.unknown
     if not len(collected.steps):
-        what = "not a known log format: no line or row with a step, and no error"
-        raise UsageError(what, where=str(log), fix=_PASTED if log == STDIN else _KNOWN_LOGS)
-    if found is None:
-        what = f"not a known log format: it has no known metric, only {_some(sorted(collected.names))}"
+        message = "not a known log format: no line or row with a step, and no error"
+        raise UsageError(message, where=str(log), fix=_PASTED if log == STDIN else _KNOWN_LOGS)
+    if reader is None:
+        message = f"not a known log format: it has no known metric, only {_some(sorted(collected.names))}"
         fix = f"{_PASTED if log == STDIN else _KNOWN_LOGS}; name your own metrics with --map FILE"
-        raise UsageError(what, where=str(log), fix=fix)
-    return found
+        raise UsageError(message, where=str(log), fix=fix)
+    return reader
 
 
 def _preview(files: Sequence[Path], readers: Readers) -> Preview | None:
@@ -218,8 +229,8 @@ def _read_files(files: Sequence[Path], reading: LogReading) -> None:
 def _read(source: LogSource, reading: LogReading) -> None:
     head, where = source.head, str(source.path)
     if not head.strip():
-        what = "nothing in this compressed file can be read" if source.notes else "the log is empty"
-        raise UsageError(what, where=where, fix=_KNOWN_LOGS)
+        message = "nothing in this compressed file can be read" if source.notes else "the log is empty"
+        raise UsageError(message, where=where, fix=_KNOWN_LOGS)
     if head.startswith(binary.PARQUET_MARK):
         try:
             has_steps = binary.read_parquet(source.file, reading)

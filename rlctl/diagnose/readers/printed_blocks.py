@@ -36,10 +36,10 @@ def printed_number(text: str) -> float | None:
 
 def pairs(text: str) -> dict[str, float | None]:
     """The numbers of a printed dictionary by name."""
-    found: dict[str, float | None] = {pair["name"]: _plain(pair["number"]) for pair in _PAIR.finditer(text)}
+    figures: dict[str, float | None] = {pair["name"]: _plain(pair["number"]) for pair in _PAIR.finditer(text)}
     if "step" in text:
-        found |= {pair["name"]: float(pair["number"]) for pair in _OF_ALL.finditer(text)}
-    return found
+        figures |= {pair["name"]: float(pair["number"]) for pair in _OF_ALL.finditer(text)}
+    return figures
 
 
 def _plain(number: str) -> float:
@@ -222,23 +222,23 @@ class Listing:
 
     def take(self, text: str) -> Row:
         """Adds and returns the entries of a line; empty if it has none."""
-        found: Row = {}
+        row: Row = {}
         if _has_bars(text):
             cells = _cells(text, "|")
             values = [printed_number(cell) for cell in cells[1::2]]
             has_numbers = any(printed_number(name) is not None for name in cells[::2])
             if len(cells) == 2 * len(values) and None not in values and not has_numbers:
-                found = dict(zip(cells[::2], values, strict=True))
+                row = dict(zip(cells[::2], values, strict=True))
         elif text.rstrip()[-1:] in "0123456789%,nfs" and (entry := _entry(text)):
-            found = {self._section + entry[0]: entry[1]}
+            row = {self._section + entry[0]: entry[1]}
         elif "Results" in text and (section := _SECTION.match(text)):
             self._section = f"{section[1].lower()}/"
-        if not found and self._row and _is_border(text):
+        if not row and self._row and _is_border(text):
             return {"": None}
-        if found:
+        if row:
             self._style = _style(text)
-        self._row |= found
-        return found
+        self._row |= row
+        return row
 
     def end(self) -> tuple[str, Row]:
         """Ends the list; returns its style and all entries since the last end."""
@@ -249,9 +249,9 @@ class Listing:
 def _entry(text: str) -> tuple[str, float] | None:
     """Name and value of `name: value`, `name = value` or `name value`, also bulleted or quoted; else None."""
     text = text.strip().removeprefix("wandb:").rstrip(",").removesuffix(" tokens").removesuffix(" nats")
-    place = max(text.rfind(mark) for mark in " \t:=")
-    name, last = text[:place].strip(" \t:=•*·-'\"`"), text[place + 1 :]
-    if place < 1 or len(last) > _LONGEST_NUMBER or not _ENTRY_NAME.fullmatch(name):
+    at = max(text.rfind(mark) for mark in " \t:=")
+    name, last = text[:at].strip(" \t:=•*·-'\"`"), text[at + 1 :]
+    if at < 1 or len(last) > _LONGEST_NUMBER or not _ENTRY_NAME.fullmatch(name):
         return None
     number = printed_number(last)
     return None if number is None else (name, number)

@@ -16,7 +16,7 @@ from typing import Any
 
 from rlctl.diagnose.readers.collect import STEP_KEYS, Collector
 from rlctl.diagnose.readers.reading import LogReading
-from rlctl.diagnose.table import Framework, LoggedException
+from rlctl.diagnose.table import COUNTED, Framework, LoggedException
 
 Row = dict[str, float | None]
 
@@ -90,11 +90,11 @@ class PrintedRows:
         step_key = next((key for key in self._reading.collector.step_keys if key in row), "")
         return self.add(f"dictionary {step_key}", row)
 
-    def advance(self, clock: str, place: float | None) -> None:
+    def advance(self, clock: str, reading: float | None) -> None:
         """Records the step or epoch of a row."""
-        if place is not None:
-            self.has_restarted = place < self._newest.get(clock, place)
-            self._newest[clock] = place
+        if reading is not None:
+            self.has_restarted = reading < self._newest.get(clock, reading)
+            self._newest[clock] = reading
 
     def add(self, kind: str, row: Row, framework: Framework | None = None) -> bool:
         """Adds a row; a row without a step is numbered by counting."""
@@ -118,7 +118,9 @@ class PrintedRows:
         held = [form for form in self._forms.values() if form.collector.num_known]
         if not held:
             return
-        sizes = [(one.framework is not None, one.collector.num_known, one.collector.num_rows) for one in held]
+        sizes = [
+            (form.framework is not None, form.collector.num_known, form.collector.num_rows) for form in held
+        ]
         best = held[sizes.index(max(sizes))]
         json, known = self._reading.collector.num_known, best.collector.num_known
         if json > (2 * known if best.framework else 0) and json >= known:
@@ -138,9 +140,9 @@ class PrintedRows:
                 form.collector.renumber([0, *(bar[max(totals)] for bar in bars)])
                 notes.append("the printed lines have no step: it is taken from the progress bar")
                 return
-        notes.append("the printed lines have no step: they are counted from 1")
+        notes.append(COUNTED)
         epochs = form.epochs
-        back = [place for place in range(1, len(epochs)) if epochs[place] < epochs[place - 1]]
+        back = [index for index in range(1, len(epochs)) if epochs[index] < epochs[index - 1]]
         if not back:
             return
         if all(epochs[place] in epochs[:place] for place in back):
@@ -148,7 +150,7 @@ class PrintedRows:
             return
         order = sorted(range(len(epochs)), key=epochs.__getitem__)
         rank = {place: number for number, place in enumerate(order, 1)}
-        form.collector.renumber([0, *(rank[place] for place in range(len(epochs)))])
+        form.collector.renumber([0, *(rank[index] for index in range(len(epochs)))])
 
 
 def _counts(total: int, bars: list[dict[int, int]]) -> bool:
@@ -186,12 +188,12 @@ def keep_settings(text: str, names: Collection[str], stated: dict[str, Any]) -> 
 
     Numbers stay texts, which `Config` reads.
     """
-    found: list[re.Match[str] | None] = list(_FLAG.finditer(text)) if "--" in text else []
+    matches: list[re.Match[str] | None] = list(_FLAG.finditer(text)) if "--" in text else []
     if "=" in text:
-        found += _OVERRIDE.finditer(text)
+        matches += _OVERRIDE.finditer(text)
     if ":" in text or "=" in text or "..." in text:
-        found.append(_LINE.match(text))
-    for match in filter(None, found):
+        matches.append(_LINE.match(text))
+    for match in filter(None, matches):
         key = match["key"].replace("-", "_") if match.re is _FLAG else match["key"]
         if key in names:
             value = match["value"] or "true"  # a flag without a value

@@ -38,7 +38,7 @@ from rlctl.diagnose.readers.collect import STEP_KEYS
 from rlctl.diagnose.table import Facts, Framework
 from rlctl.errors import UsageError, in_words
 from rlctl.metric_names import ELSEWHERE, METRICS, describe, key_pattern
-from rlctl.spec.keys import closest
+from rlctl.run_spec.keys import closest
 
 _MARK_WEIGHT = 20
 _DIRECTORY = Path(__file__).parent / "frameworks"
@@ -185,8 +185,8 @@ def _load(path: Path) -> Reader:
     Raises:
         UsageError: it cannot be read, or is not of this form.
     """
-    found: Reader = _checked(Reader, _content(path), path)
-    return found
+    reader: Reader = _checked(Reader, _content(path), path)
+    return reader
 
 
 def _checked(kind: Any, content: Any, path: Path) -> Any:
@@ -242,14 +242,14 @@ class Readers:
         Raises:
             UsageError: a file cannot be read, or has another form.
         """
-        found = tuple(map(_load, files)) + self.frameworks
+        readers = tuple(map(_load, files)) + self.frameworks
         own: dict[str, NamedMetric] = {}
         for path in maps:
             own |= _checked(dict[str, KnownMetric], _toml(path), path)
         if not own:
-            return Readers(found, self.unknown)
+            return Readers(readers, self.unknown)
         mapped = [
-            one.model_copy(update={"names": own | {**one.names, **own}}) for one in (*found, self.unknown)
+            one.model_copy(update={"names": own | {**one.names, **own}}) for one in (*readers, self.unknown)
         ]
         return Readers(tuple(mapped[:-1]), mapped[-1])
 
@@ -269,8 +269,10 @@ class Readers:
     @cached_property
     def setting_names(self) -> frozenset[str]:
         """Every configuration key on which a fact, or the meaning of a name, of any framework depends."""
-        others = (one.setting for framework in self.frameworks for one in framework.other_quantities)
-        return frozenset(others).union(*(setting_keys(one.config) for one in self.frameworks))
+        others = (
+            quantity.setting for framework in self.frameworks for quantity in framework.other_quantities
+        )
+        return frozenset(others).union(*(setting_keys(framework.config) for framework in self.frameworks))
 
     def named(self, framework: Framework) -> Reader:
         """The first reader of a framework."""
@@ -287,12 +289,12 @@ class Readers:
             marks = sum(map(framework.is_marked, names))
             return known and 2 * (known + _MARK_WEIGHT * marks) + (framework.framework == hint)
 
-        found = max(self.frameworks, key=score)
+        best = max(self.frameworks, key=score)
         if not score(self.unknown):
-            return found if score(found) else None
+            return best if score(best) else None
         # A few generic names alone, such as `loss` and `reward`, do not identify a framework.
-        marked = found.framework == hint or any(map(found.is_marked, names)) or found.uses_rlctl_names
-        return found if score(found) and marked else self.unknown
+        marked = best.framework == hint or any(map(best.is_marked, names)) or best.uses_rlctl_names
+        return best if score(best) and marked else self.unknown
 
 
 BUILT_IN = Readers(

@@ -66,9 +66,9 @@ def canonical_table(
     scales = {"update": 1 / updates, "batch": updates}
     settings = Config(reading.stated | reading.config)
     others = {
-        one.pattern: f"{one.setting}={value}"
-        for one in framework.other_quantities
-        if (value := settings.get(one.setting)) in one.values
+        quantity.pattern: f"{quantity.setting}={value}"
+        for quantity in framework.other_quantities
+        if (value := settings.get(quantity.setting)) in quantity.values
     }
     columns: dict[str, NDArray[np.float64]] = {}
     nonfinite: dict[str, NDArray[np.int64]] = {}
@@ -109,6 +109,6 @@ def _first_known(sources: Sequence[tuple[Facts, str]]) -> tuple[Facts, dict[str,
 
 def _in_order(names: Collection[str], framework: Reader) -> list[tuple[str, NamedMetric]]:
     """The known names, in the order of the framework's file."""
-    places = {name: place for place, name in enumerate(framework.names)}
+    places = {name: index for index, name in enumerate(framework.names)}
     known = [(name, named) for name in sorted(names) if (named := framework.translate(name)) is not None]
     return sorted(known, key=lambda one: places.get(one[0].removeprefix(framework.prefix), len(places)))

@@ -11,7 +11,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from rlctl.errors import UsageError
-from rlctl.spec.load import RUN_SPEC_FILE
+from rlctl.run_spec.load import RUN_SPEC_FILE
 from rlctl.track.jsonl import DISCARDED_FILE, METRICS_FILE
 
 #: Suffixes of the files in a directory that may be logs, and names of files that repeat a part of one.
@@ -74,10 +74,10 @@ def runs_in(
         UsageError: there is no log in the directory.
     """
     logs = sorted(_logs(directory), key=lambda one: (len(one.shown.parts), one.shown))
-    known = [_Known(one, found) for one in logs[:_MOST] if (found := preview(one.files))]
+    known = [_Known(log, found) for log in logs[:_MOST] if (found := preview(log.files))]
     if not known:
-        what = f"no log in this directory: it holds no {METRICS_FILE} and no other known log"
-        raise UsageError(what, where=str(shown), fix="name a run directory, or a log")
+        message = f"no log in this directory: it holds no {METRICS_FILE} and no other known log"
+        raise UsageError(message, where=str(shown), fix="name a run directory, or a log")
     left_out = (
         [f"{len(logs) - _MOST} of {len(logs)} logs in {shown} were not read"] if len(logs) > _MOST else []
     )
@@ -112,15 +112,15 @@ def _logs(directory: Path) -> Iterator[Log]:
 def _by_run(known: Sequence[_Known]) -> list[list[_Known]]:
     """The logs by run, in the order of the first log of each."""
     runs: list[list[_Known]] = []
-    for one in sorted(known, key=lambda each: each.preview.content, reverse=True):
-        same = [_is_same(run[0].preview.columns, one.preview.columns) for run in runs]
-        near = [place for place, run in enumerate(runs) if _is_near(run[0], one)]
+    for log in sorted(known, key=lambda each: each.preview.content, reverse=True):
+        same = [_is_same(run[0].preview.columns, log.preview.columns) for run in runs]
+        near = [index for index, run in enumerate(runs) if _is_near(run[0], log)]
         if True in same:
-            runs[same.index(True)].append(one)
+            runs[same.index(True)].append(log)
         elif len(near) == 1 and same[near[0]] is None:
-            runs[near[0]].append(one)
+            runs[near[0]].append(log)
         else:
-            runs.append([one])
+            runs.append([log])
     return sorted(runs, key=lambda run: known.index(run[0]))
 
 

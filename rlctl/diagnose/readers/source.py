@@ -5,7 +5,6 @@ from __future__ import annotations
 import gzip
 import math
 import sys
-import tempfile
 import zipfile
 import zlib
 from collections.abc import Iterator
@@ -16,6 +15,7 @@ from typing import Any
 
 from rlctl.diagnose.table import STDIN
 from rlctl.errors import UsageError
+from rlctl.leftovers import temporary_directory
 
 _GZIP, _ZIP = b"\x1f\x8b", b"PK\x03\x04"
 _CHUNK_BYTES, _LARGEST_UNPACKED = 1 << 16, 2 << 30
@@ -69,17 +69,17 @@ def unpacked(path: Path) -> Iterator[Path]:
     if path.is_dir():
         yield path
         return
-    with tempfile.TemporaryDirectory() as folder:
+    with temporary_directory("log") as folder:
         try:
             with zipfile.ZipFile(path) as archive:
                 size = sum(entry.file_size for entry in archive.infolist())  # no more than this is unpacked
                 if size > _LARGEST_UNPACKED:
-                    what = f"the archive expands to {size:,} bytes"
-                    raise UsageError(what, where=str(path), fix="unpack it, and name a log")
+                    message = f"the archive expands to {size:,} bytes"
+                    raise UsageError(message, where=str(path), fix="unpack it, and name a log")
                 archive.extractall(folder)  # none outside the folder, whatever its name
         except (zipfile.BadZipFile, zlib.error, RuntimeError, EOFError) as error:
             raise UsageError(f"it cannot be read as a zip archive: {error}", where=str(path)) from error
-        yield Path(folder)
+        yield folder
 
 
 def _begins_with(path: Path, magic: bytes) -> bool:
@@ -90,7 +90,7 @@ def _begins_with(path: Path, magic: bytes) -> bool:
 @contextmanager
 def _copied(stream: Any, notes: list[str], most: float = math.inf) -> Iterator[Path]:
     """Path of a file on disk with the first `most` bytes of the stream, up to the first damage."""
-    with tempfile.NamedTemporaryFile() as copy:
+    with temporary_directory("log") as folder, (folder / "copy").open("wb") as copy:
         try:
             while chunk := stream.read1(_CHUNK_BYTES):
                 if copy.tell() + len(chunk) > most:

@@ -95,7 +95,9 @@ def read_document(stream: IO[bytes], reading: LogReading) -> bool:
             return False
     if isinstance(document, Mapping):
         lists = [
-            one for one in document.values() if isinstance(one, list) and isinstance(next(iter(one), 0), dict)
+            value
+            for value in document.values()
+            if isinstance(value, list) and isinstance(next(iter(value), 0), dict)
         ]
         document = document.get("log_history", lists[0] if len(lists) == 1 else document)
     if is_cut:
@@ -131,17 +133,17 @@ def _transposed(columns: Mapping[str, Any], step_keys: Iterable[str]) -> Iterabl
 
 def _add_by_step(document: Mapping[str, Any], reading: LogReading) -> bool:
     """Adds the values of metric → step → value, with a separate clock for every metric."""
-    found = False
+    is_added = False
     for name, values in document.items():
         if not isinstance(values, Mapping) or not values or not all(key.isdecimal() for key in values):
             continue
-        found = True
+        is_added = True
         steps = np.array([int(key) for key in values], dtype=np.int64)
         numbers = np.array([as_number(value) for value in values.values()])
         was_logged = np.array([value is not None for value in values.values()])
         order = np.argsort(steps, kind="stable")
         reading.collector.add_columns(name, steps[order], {name: (numbers[order], was_logged[order])})
-    return found
+    return is_added
 
 
 def csv_header(head: bytes, step_keys: Collection[str]) -> tuple[list[str], str] | None:
@@ -185,7 +187,7 @@ def _columns_of_one_run(names: list[str], reading: LogReading) -> dict[str, int]
 
     An export of several runs has a column per run and metric; only the first run is read.
     """
-    plain = {name: place for place, name in enumerate(names) if name}
+    plain = {name: index for index, name in enumerate(names) if name}
     steps = {name: place for name, place in plain.items() if name in reading.collector.step_keys}
     others = {name: place for name, place in plain.items() if name not in steps}
     if not others or not all(_RUN_SEPARATOR in name for name in others):

@@ -15,6 +15,8 @@ import sys
 
 MAX_FILE_BYTES = 16 << 20
 MAX_OPEN_FILES = 64
+#: Of the main thread; the kernel leaves 128 MiB for it. Calls through C (cached functions) need it.
+STACK_BYTES = 96 << 20
 
 _PR_SET_PDEATHSIG, _PR_SET_DUMPABLE, _PR_SET_SECCOMP, _PR_SET_NO_NEW_PRIVS = 1, 4, 22, 38
 _SECCOMP_MODE_FILTER, _SIGKILL = 2, 9
@@ -65,6 +67,10 @@ def limit_resources(*, memory_bytes: int, cpu_s: int) -> None:
         _, hard = resource.getrlimit(what)
         value = bound if hard == resource.RLIM_INFINITY else min(bound, hard)
         resource.setrlimit(what, (value, value))
+    soft, hard = resource.getrlimit(resource.RLIMIT_STACK)
+    if soft != resource.RLIM_INFINITY and soft < STACK_BYTES:
+        stack = STACK_BYTES if hard == resource.RLIM_INFINITY else min(STACK_BYTES, hard)
+        resource.setrlimit(resource.RLIMIT_STACK, (stack, hard))
 
 
 def detach(machine: str) -> None:

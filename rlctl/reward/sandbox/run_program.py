@@ -26,7 +26,7 @@ from typing import Any, Literal
 from rlctl.errors import EnvironmentFailure
 from rlctl.leftovers import temporary_directory
 from rlctl.processes import cpu_seconds
-from rlctl.reward.pool import STALLED
+from rlctl.processor_time import STALLED, WaitMeter, thread_waits
 from rlctl.reward.sandbox import confine
 from rlctl.reward.sandbox.system_calls import filter_program, rules_of
 
@@ -37,8 +37,8 @@ MAX_OUTPUT_BYTES = 1 << 20
 START_DEADLINE_S, TICK_S = 60.0, 0.1
 #: Elapsed time of a program, in time limits, without that in which it waited for a processor.
 ELAPSED = 3.0
-#: Threads of a process whose waiting for a processor is counted.
-MAX_THREADS = 64
+#: Processor time of a session, if this process ends first.
+_SESSION_CPU_S = 600
 #: Bytes and files that a program may leave in its directory.
 MAX_DISK_BYTES, MAX_FILES = 64 << 20, 1000
 #: One thread for libraries that would start one per core, because threads count against the memory limit.
@@ -92,6 +92,7 @@ def run_program(
     program: str,
     limits: Limits,
     *,
+    prelude: str = "",
     stdin: str = "",
     steps: Sequence[Step] = (),
     tests: str = "",
@@ -103,6 +104,7 @@ def run_program(
         program: Python source; runs as a script, or as a module if there are steps or tests.
         limits: at the time limit, which starts again after each value of a step, the program is killed;
             beyond the memory limit allocations fail.
+        prelude: Python source that runs before the program, and before the tests, in the same names.
         stdin: its standard input.
         steps: evaluated after the program, in its namespace.
         tests: Python source; runs in a separate process, which uses the program through `peer.py`.
@@ -121,7 +123,7 @@ def run_program(
     jails: list[_Jail] = []
     try:
         settings["filter"] = _filter(has_landlock=settings["has_landlock"])
-        with temporary_directory("code") as folder:
+        with temporary_directory("code", is_kept=False) as folder:
             try:
                 ends = socket.socketpair()
                 with ends[0], ends[1]:
@@ -133,7 +135,7 @@ def run_program(
                     jail.await_confinement()
                 meter = _Meter([jail.process.pid for jail in jails], limits.timeout_s)
                 for jail, source in zip(jails, (program, tests), strict=False):
-                    jail.say({"source": source, "steps": steps})
+                    jail.say({"source": source, "steps": steps, "prelude": prelude})
                 reply = jails[-1].reply(meter, num_messages, max_output)
             finally:
                 for jail in jails:  # also on Ctrl-C
@@ -150,6 +152,67 @@ def run_program(
         values=[message.get("value") for message in messages],
         passed=bool(tests) and messages == [{"passed": True}],
     )
+
+
+class SessionEnded(Exception):
+    """The interpreter reached a limit or ended itself; its state is lost."""
+
+
+class Session:
+    """A confined interpreter that runs one source after the other and keeps their names.
+
+    Raises:
+        NotRun: the process could not be confined.
+    """
+
+    def __init__(self, limits: Limits) -> None:
+        has_landlock = confine.landlock_version() > 0
+        settings = {
+            "memory_bytes": limits.memory_mb << 20,
+            "cpu_s": _SESSION_CPU_S,
+            "has_landlock": has_landlock,
+            "filter": _filter(has_landlock=has_landlock),
+            "role": "session",
+        }
+        self._limits = limits
+        self._ends = contextlib.ExitStack()
+        try:
+            folder = self._ends.enter_context(temporary_directory("code"))
+            self._jail = _Jail(folder / "session", "", settings, None)
+            self._ends.callback(self._jail.end)
+            self._jail.await_confinement()
+        except OSError as error:
+            self.close()
+            raise NotRun(f"a program could not be started: {error}") from error
+        except NotRun:
+            self.close()
+            raise
+
+    def run(self, source: str, most: int) -> str:
+        """What the source printed, at most `most` characters, with a last expression's value or the error.
+
+        Raises:
+            SessionEnded: see there.
+            NotRun: it got too little processor time.
+        """
+        try:
+            meter = _Meter([self._jail.process.pid], self._limits.timeout_s)
+            self._jail.say({"source": source, "most": most})
+            reply = self._jail.line(meter, 16 * most + MAX_OUTPUT_BYTES)
+            output = json.loads(reply or b"{}")["output"]
+            if isinstance(output, str):
+                return output
+        except (OSError, ValueError, LookupError, TypeError):
+            pass
+        except NotRun:
+            self.close()
+            raise
+        self.close()
+        raise SessionEnded
+
+    def close(self) -> None:
+        """Ends the process, and removes its files."""
+        self._ends.close()
 
 
 def check_sandbox(limits: Limits) -> None:
@@ -240,23 +303,39 @@ class _Jail:
         while is_open or self.process.poll() is None:
             if meter.is_over() or _uses_much_disk(self._work):
                 return None
-            part = b""
+            chunk = b""
             try:
                 if is_open:
-                    part = self._line.recv(1 << 16)
-                    is_open = part != b""
+                    chunk = self._line.recv(1 << 16)
+                    is_open = chunk != b""
                 else:
                     self.process.wait(TICK_S)
             except (TimeoutError, subprocess.TimeoutExpired):
                 continue
             except ConnectionError:
                 is_open = False
-            reply += part
+            reply += chunk
             if len(reply) > max_bytes or reply.count(b"\n") > num_messages:
                 return None
-            if b"\n" in part:
+            if b"\n" in chunk:
                 meter.restart()
         return reply
+
+    def line(self, meter: _Meter, max_bytes: int) -> bytes | None:
+        """The next message of the process; None if it ends, reaches a limit, or sends more than it should."""
+        message = b""
+        self._line.settimeout(TICK_S)
+        while not message.endswith(b"\n"):
+            if meter.is_over() or _uses_much_disk(self._work) or len(message) > max_bytes:
+                return None
+            try:
+                part = self._line.recv(1 << 16)
+            except TimeoutError:
+                continue
+            if not part:
+                return None
+            message += part
+        return message.splitlines()[0]
 
     def end(self) -> None:
         """Ends the process if it has not ended."""
@@ -282,8 +361,8 @@ class _Meter:
 
     def restart(self) -> None:
         """Starts to measure again from zero."""
-        self._start = self._last_wait = time.monotonic()
-        self._cpu, self._waited, self._threads = sum(map(cpu_seconds, self._pids)), 0.0, self._waits()
+        self._start, self._cpu = time.monotonic(), sum(map(cpu_seconds, self._pids))
+        self._waits = WaitMeter(lambda: thread_waits(self._pids))
 
     def is_over(self) -> bool:
         """Whether the processes have reached a limit.
@@ -291,27 +370,13 @@ class _Meter:
         Raises:
             NotRun: they have not, but need too long because the machine is busy.
         """
-        now, before = time.monotonic(), self._threads
-        self._threads = self._waits()
-        waits = [wait - before[thread] for thread, wait in self._threads.items() if thread in before]
-        if any(waits):  # the kernel counts a wait when it ends; those of several threads overlap
-            self._waited += min(max(waits), now - self._last_wait)
-            self._last_wait = now
-        cpu, elapsed = sum(map(cpu_seconds, self._pids)) - self._cpu, now - self._start
-        if cpu > self._limit_s or elapsed - self._waited > ELAPSED * self._limit_s:
+        self._waits.look()
+        cpu, elapsed = sum(map(cpu_seconds, self._pids)) - self._cpu, time.monotonic() - self._start
+        if cpu > self._limit_s or elapsed - self._waits.waited > ELAPSED * self._limit_s:
             return True
         if elapsed > STALLED * self._limit_s:
             raise NotRun("the machine was too busy: the program got too little processor time")
         return False
-
-    def _waits(self) -> dict[str, float]:
-        """Thread → seconds for which it has waited for a processor, for the first threads."""
-        found = {}
-        for pid in self._pids:
-            with contextlib.suppress(OSError, IndexError):  # it ended, or the kernel does not count
-                for thread in islice(os.scandir(f"/proc/{pid}/task"), MAX_THREADS):
-                    found[thread.name] = int(Path(thread.path, "schedstat").read_text().split()[1]) / 1e9
-        return found
 
 
 def _uses_much_disk(folder: Path) -> bool:

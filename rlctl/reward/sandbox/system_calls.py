@@ -59,10 +59,10 @@ def rules_of(*, has_landlock: bool, machine: str | None = None) -> dict[str, Sec
     absent = " ".join(table["absent"].values()).split()
     return {
         name: SeccompRule(
-            int(first) + place, allowed_if.get(name, []), errno.ENOSYS if name in absent else errno.EPERM
+            int(first) + index, allowed_if.get(name, []), errno.ENOSYS if name in absent else errno.EPERM
         )
         for first, names in {**table["numbers"][machine], **table["numbers"]["both"]}.items()
-        for place, name in enumerate(names.split())
+        for index, name in enumerate(names.split())
         if name != "-"
     }
 

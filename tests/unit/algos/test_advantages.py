@@ -170,7 +170,9 @@ def episodes(**more: Any) -> AdvantageInputs:
         "score_norms": torch.rand(11, generator=draw),
         "sequence_weights": torch.rand(3, generator=draw),
     }
-    return AdvantageInputs(**(columns | given | more))
+    together = columns | given | more
+    unit: Any = together["units"]
+    return AdvantageInputs(rewards=unit.episode.sum(together["token_rewards"]), **together)
 
 
 @pytest.mark.parametrize("name", OTHERS)

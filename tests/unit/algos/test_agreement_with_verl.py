@@ -237,18 +237,18 @@ def test_estimators_per_token(seed: int) -> None:
     unit = Segments(mask.sum(-1))
     advantages, returns = gae_recursion(rewards[mask], values[mask], unit, gamma, lam)
     theirs, their_returns = verl.compute_gae_advantage_return(rewards, values, weights, gamma, lam)
-    torch.testing.assert_close(whiten(advantages), theirs[mask], rtol=1e-4, atol=1e-5)
-    torch.testing.assert_close(returns, their_returns[mask], rtol=1e-5, atol=1e-6)
+    torch.testing.assert_close(whiten(advantages).float(), theirs[mask], rtol=1e-4, atol=1e-5)
+    torch.testing.assert_close(returns.float(), their_returns[mask], rtol=1e-5, atol=1e-6)
 
     config = verl.AlgoConfig(gamma=gamma)
     theirs, their_returns = verl.compute_reinforce_plus_plus_outcome_advantage(rewards, weights, config)
     returns = reward_to_go(rewards[mask], unit, gamma)
-    torch.testing.assert_close(returns, their_returns[mask], rtol=1e-5, atol=1e-6)
-    torch.testing.assert_close(whiten(returns), theirs[mask], rtol=1e-4, atol=1e-5)
+    torch.testing.assert_close(returns.float(), their_returns[mask], rtol=1e-5, atol=1e-6)
+    torch.testing.assert_close(whiten(returns).float(), theirs[mask], rtol=1e-4, atol=1e-5)
 
     theirs, _ = verl.compute_reinforce_plus_plus_baseline_outcome_advantage(rewards, weights, GROUPS.numpy())
     centred = unit.spread(estimate("dr_grpo", scores, GROUPS))
-    torch.testing.assert_close(whiten(centred), theirs[mask], rtol=1e-4, atol=1e-5)
+    torch.testing.assert_close(whiten(centred).float(), theirs[mask], rtol=1e-4, atol=1e-5)
 
 
 @pytest.mark.parametrize("seed", range(5))
@@ -264,7 +264,7 @@ def test_optimal_token_baseline(seed: int) -> None:
     given = (rewards, mask.float(), GROUPS.numpy(), probability.log(), squares)
     theirs, _ = verl.compute_optimal_token_baseline_advantage(*given)
     torch.testing.assert_close(ours, theirs, rtol=1e-4, atol=1e-5)
-    # docs/reference/conformance.md: with weights it is another baseline, which rlctl does not have.
+    # docs/evidence/conformance.md: with weights it is another baseline, which rlctl does not have.
     weights = 0.5 + torch.rand(mask.shape, generator=generator)
     weighted, _ = verl.compute_optimal_token_baseline_advantage(*given, rollout_is_weights=weights)
     assert not torch.allclose(ours, weighted, rtol=1e-2, atol=1e-3)

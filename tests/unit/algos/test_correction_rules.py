@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from rlctl.algos.rules import CorrectionRules, RejectRule, WeightRule
-from rlctl.spec.explain import implies
+from rlctl.run_spec.explain import implies
 from tests.properties.padded_batches import corrected, factor_and_metrics
 
 #: ρ from 1e-5 to 1e5, none of them exactly on a bound.

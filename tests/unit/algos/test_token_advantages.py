@@ -37,7 +37,7 @@ def test_gae_equals_the_reference(gamma: float, lam: float) -> None:
     for seed in range(10):
         rewards, values, unit = make_inputs(seed)
         advantages, returns = gae_recursion(rewards, values, unit, gamma, lam)
-        assert advantages.dtype == returns.dtype == torch.float32
+        assert advantages.dtype == returns.dtype == torch.float64
         rows = by_response(unit, rewards, values, advantages, returns)
         for of_rewards, of_values, *found in rows:
             every = [True] * len(of_rewards)
@@ -71,7 +71,9 @@ def test_a_batch_without_tokens_has_no_advantages() -> None:
 
 def token_baseline(rewards: Tensor, unit: Segments, groups: Tensor, norms: Tensor) -> Tensor:
     units = Units(unit, unit, unit)
-    inputs = AdvantageInputs(rewards, units, groups, 1.0, 1.0, divide_by_std=True, score_norms=norms)
+    inputs = AdvantageInputs(
+        rewards, unit.sum(rewards), units, groups, 1.0, 1.0, divide_by_std=True, score_norms=norms
+    )
     return estimate("optimal_token_baseline", inputs).advantages
 
 

@@ -11,8 +11,8 @@ import pytest
 
 from benchmarks import card
 from rlctl.metric_names import METRICS
-from rlctl.spec.load import load_spec
-from rlctl.spec.machine import MACHINES
+from rlctl.run_spec.load import load_spec
+from rlctl.run_spec.machine import MACHINES
 
 
 def test_each_phase_beside_its_estimate() -> None:

@@ -1,4 +1,4 @@
-"""`benchmarks/gradients`: exact moments against brute force, resumption, pinned figures, the command."""
+"""`benchmarks/studies/gradients`: exact moments by brute force, resumption, pinned figures, the command."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ import numpy as np
 import pytest
 import torch
 
-from benchmarks.gradients import measure as bench
-from benchmarks.gradients.__main__ import main, rule_of
-from benchmarks.gradients.exact import BenchRule, ess_against_length
-from benchmarks.gradients.learned import LearnedWorld, length_shares
-from benchmarks.gradients.report import (
+from benchmarks.studies.gradients import measure as bench
+from benchmarks.studies.gradients.__main__ import main, rule_of
+from benchmarks.studies.gradients.exact import BenchRule, ess_against_length
+from benchmarks.studies.gradients.learned import LearnedWorld, length_shares
+from benchmarks.studies.gradients.report import (
     SHOWN,
     _bounds,
     decision_table,

@@ -13,7 +13,7 @@ from rlctl.convert.conversion_report import spec_yaml
 from rlctl.convert.source import _hydra_value, read
 from rlctl.convert.translate import KeyOutcome, Translation, translate
 from rlctl.errors import UsageError
-from rlctl.spec.load import load_spec
+from rlctl.run_spec.load import load_spec
 from tests.unit.convert.launch_files import OPENRLHF, SLIME, TRL, VERL
 
 
@@ -107,7 +107,8 @@ def test_trl_python(tmp_path: Path) -> None:
     wrong = row(result, "lerning_rate")
     assert (wrong.status, wrong.note) == ("unknown", "did you mean learning_rate?")
     assert "TRL counts responses" in row(result, "per_device_train_batch_size").note
-    assert row(result, "reward_funcs").status == "not supported"
+    assert row(result, "reward_funcs").status == "not supported"  # `len` is no function of a file
+    assert "reward.terms" in {one.key for one in result.problems}
 
 
 def test_trl_rloo_subtracts_its_default_kl_from_the_reward(tmp_path: Path) -> None:
@@ -556,7 +557,9 @@ def test_arguments_of_the_chat_template(text: str, name: str, tmp_path: Path) ->
     result = imported(text, name, tmp_path)
     spec_file = tmp_path / "spec.yaml"
     spec_file.write_text(spec_yaml(result, name))
-    loaded = load_spec([], [spec_file], [], left_open=frozenset({"data.train_files", "model.path"}))
+    loaded = load_spec(
+        [], [spec_file], [], left_open=frozenset({"data.train_files", "model.path", "reward.terms"})
+    )
     assert loaded.spec.data.chat_template_kwargs == {"enable_thinking": False}
 
 

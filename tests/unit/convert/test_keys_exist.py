@@ -8,15 +8,20 @@ from __future__ import annotations
 import ast
 import dataclasses
 import re
+import sys
 from functools import cache
+from pathlib import Path
 from typing import Any
 
 import pytest
 import yaml
 
-from rlctl.convert.table import KeyTable, names, placeholders, table, tables, word
+from rlctl.cli.explain_entries import entries_of
+from rlctl.convert.table import KeyTable, explained, names, placeholders, table, tables, word
+from rlctl.errors import UsageError
 from rlctl.registry import ADVANTAGE_ESTIMATORS, KL_ESTIMATORS, POLICY_LOSSES
-from rlctl.spec.keys import leaf_of
+from rlctl.run_spec.keys import leaf_of
+from tests.processes import ROOT
 from tests.reference.verl_helper import SIDE
 
 needs_side = pytest.mark.skipif(not (SIDE / "verl").is_dir(), reason=f"verl and TRL are not in {SIDE}")
@@ -121,9 +126,74 @@ def _is_equal(one: Any, other: Any) -> bool:
     return word(one) == word(other) or (one == "vllm" and other == "???")
 
 
-@pytest.mark.parametrize("name", names())
+@needs_side
+@pytest.mark.verl
+@pytest.mark.parametrize("name", [*DEFAULTS, "openrlhf"])
+def test_explain_knows_every_key(name: str) -> None:
+    """Of TRL's GRPO and RLOO, verl's configuration and OpenRLHF's options."""
+    if name == "openrlhf":
+        file = Path(sys.prefix) / "peers/openrlhf/cli/train_ppo_ray.py"
+        if not file.is_file():
+            pytest.skip(f"{file} is not there")
+        text = file.read_text(encoding="utf-8")
+        keys = set(re.findall(r'add_argument\(\s*"--([\w.]+)"', text))
+        assert len(keys) > 100
+    else:
+        known = DEFAULTS[name]()
+        keys = {key for key, value in known.items() if not isinstance(value, dict) and "_target_" not in key}
+    one, keys = table(name), keys - NESTED
+    unknown = {key for key in keys if not explained(one, key) and not explained(one, key, by_prefix=True)}
+    assert not unknown
+
+
+#: Fields of an entry of `datasets`.
+NESTED = {"columns", "data_dir", "data_files", "fraction", "name", "path", "split"}
+PPO = """
+num_ppo_epochs num_mini_batches total_episodes kl_coef kl_estimator cliprange cliprange_value gamma
+lam vf_coef whiten_rewards response_length sft_model_path reward_model_path missing_eos_penalty stop_token
+local_rollout_forward_batch_size
+"""
+
+
+@pytest.mark.parametrize("word", PPO.split())
+def test_explain_knows_the_keys_of_ppo(word: str) -> None:
+    assert explained(table("trl"), word)
+
+
+@pytest.mark.parametrize(
+    ("asked", "first"),
+    [
+        ("beta", "actor.kl_loss_coef"),
+        ("early stop", "trainer.early_stop.patience"),
+        ("early_stopping_patience", "trainer.early_stop.patience"),
+        ("llm judge", "reward.name"),
+        ("completions", "trainer.log_samples"),
+        ("eval_steps", "trainer.test_freq"),
+        ("--n_samples_per_prompt", "rollout.n"),
+        ("num-generations", "rollout.n"),
+        ("init_kl_coef", "actor.kl_loss_coef"),
+        ("actor_rollout_ref.rollout.multi_turn.max_assistant_turns", "environment.max_turns"),
+        ("max_completion_length", "data.max_response_length"),
+    ],
+)
+def test_explain_answers_in_the_words_of_others(asked: str, first: str) -> None:
+    entries = [entry for entry in entries_of(asked) if "becomes" in entry]
+    assert any(entry["becomes"][0].startswith(f"{first}:") for entry in entries), entries
+
+
+def test_explain_says_where_gguf_is() -> None:
+    [entry] = entries_of("gguf")
+    assert "--gguf-help" in entry["note"][0]
+
+
+def test_a_misspelt_key_is_no_word_of_others() -> None:
+    with pytest.raises(UsageError, match=r"critic\.lr"):
+        entries_of("critic.lrr")
+
+
+@pytest.mark.parametrize("name", [*names(), "words"])
 def test_every_table_leads_to_keys_of_the_spec(name: str) -> None:
-    one: KeyTable = table(name)
+    one: KeyTable = tables()[name]
     targets = {rule.to for rule in one.keys.values() if rule.to} | set(one.formulas) | set(one.constants)
     assert not {key for key in targets if leaf_of(key) is None}
     used = {key for formula in one.formulas.values() for key in placeholders(formula)}
@@ -171,3 +241,21 @@ def test_a_fix_has_the_frameworks_value() -> None:
     assert nemo.fix("engine.dtype", "fp32") == "policy.precision=float32"
     assert openrlhf.fix("engine.dtype", "fp32") == ""  # has no such value
     assert openrlhf.fix("rollout.n") == "--rollout.n_samples_per_prompt"
+
+
+def test_the_page_from_trl_says_what_the_table_says() -> None:
+    """Each key of TRL on it leads to the spec keys beside it."""
+    text = (ROOT / "docs/how-to/from-trl.md").read_text(encoding="utf-8")
+    rows = [line.split("|")[1:3] for line in text.splitlines() if line.startswith("| `")]
+    assert len(rows) > 20
+    for theirs, ours in rows:
+        keys, spec_keys = (re.findall(r"`([\w.]+)`", cell) for cell in (theirs, ours))
+        reached = {
+            target
+            for key in keys
+            for found in (explained(table("trl"), key), explained(table("trl"), f"trainer.{key}"))
+            for _, targets, _ in found
+            for target in targets
+        }
+        if keys != ["train_dataset"]:  # made by rlctl prepare-data
+            assert set(spec_keys) <= reached, (keys, set(spec_keys) - reached)

@@ -10,7 +10,7 @@ import pyarrow.parquet as pq
 import pytest
 
 from rlctl.data.read import load_rows
-from rlctl.data.schema import BatchWriter, Message, Row, arrow_schema, batch_of
+from rlctl.data.schema import BatchWriter, Message, Row, arrow_schema, batch_of, write_rows
 from rlctl.errors import UsageError
 
 ROW = {
@@ -43,7 +43,7 @@ def test_a_row_of_the_schema(tmp_path):
 @pytest.mark.parametrize(
     "change",
     [
-        {"agent_name": "tool_agent", "images": [1, 2]},
+        {"agent_name": "tool_agent", "images": []},
         {"prompt": "1+1?"},
         {"extra_info": {"need_tools_kwargs": True}},
         {"extra_info": None},
@@ -149,7 +149,7 @@ def test_a_prompt_that_ends_with_a_reply_is_refused_unless_it_is_to_be_continued
         (ROW | {"prompt": [{"role": "user", "content": None}]}, "content is null"),
         (ROW | {"data_source": None}, "data_source is null"),
         (ROW | {"reward_model": None}, "no column 'reward_model.ground_truth'"),
-        (ROW | {"reward_model": {"style": "rule", "ground_truth": None}}, "ground_truth is missing or empty"),
+        (ROW | {"reward_model": {"style": "rule", "ground_truth": "['a' 'b']"}}, "without commas"),
     ],
 )
 def test_a_bad_row_is_named(tmp_path, bad, reason):
@@ -157,6 +157,50 @@ def test_a_bad_row_is_named(tmp_path, bad, reason):
     with pytest.raises(UsageError, match=reason) as caught:
         load_rows([path])
     assert caught.value.where == f"{path}:3"
+
+
+@pytest.mark.parametrize(
+    "column",
+    [
+        {"images": [{"bytes": b"x", "path": None}]},
+        {"image": "a.png"},
+        {"question_image": "a.png"},
+        {"image_1": "a.jpg"},
+        {"img_path": "a"},
+        {"image_base64": "QQ=="},
+        {"figure": b"\x89PNG\r\n"},
+        {"figure": ["data:image/png;base64,QQ=="]},
+        {"Video_url": "a.mp4"},
+        {"audio": {"path": "a.wav"}},
+        {"scan": {"bytes": b"x", "path": None}},
+        {"scans": [{"bytes": b"x", "path": "a.png"}]},
+    ],
+)
+def test_rows_with_pictures_or_sound_are_refused(tmp_path, column):
+    path = write(tmp_path / "a.parquet", [ROW | column])
+    with pytest.raises(UsageError, match="has pictures, videos or sound") as caught:
+        load_rows([path])
+    assert (caught.value.where, caught.value.exit_code) == (f"{path}:1", 2)
+
+
+def test_nan_is_no_ground_truth(tmp_path):
+    judged = {"style": "rule", "ground_truth": float("nan")}
+    with pytest.raises(UsageError, match="ground_truth is nan"):
+        load_rows([write(tmp_path / "a.parquet", [ROW | {"reward_model": judged}])])
+
+
+def test_other_columns_join_extra_info_and_a_clash_is_an_error(tmp_path):
+    (row,) = load_rows([write(tmp_path / "a.parquet", [ROW | {"level": 3, "tests": [{"a": [1]}]}])])
+    assert (row.extra["level"], row.extra["tests"], row.extra["index"]) == (3, [{"a": [1]}], 41)
+    path = write(tmp_path / "b.parquet", [ROW | {"index": None}, ROW | {"index": 7}])
+    with pytest.raises(UsageError, match="column 'index' and extra_info") as caught:
+        load_rows([path])
+    assert caught.value.where == f"{path}:2"
+
+
+def test_a_row_may_lack_a_ground_truth(tmp_path):
+    (row,) = load_rows([write(tmp_path / "a.parquet", [ROW | {"reward_model": {"ground_truth": None}}])])
+    assert row.ground_truth == ""
 
 
 def test_a_missing_column_is_named_with_those_there(tmp_path):
@@ -284,6 +328,10 @@ def test_conversations_with_tools(tmp_path, arguments):
     (row,) = load_rows([write(tmp_path / "a.parquet", [ROW | {"prompt": prompt}])])
     assert row.prompt == (
         Message("user", "1+1?"),
-        Message("assistant", '<tool_call>{"name": "add", "arguments": {"a": 1}}</tool_call>'),
+        Message("assistant", "", row.prompt[1].other),
         Message("tool", "2"),
     )
+    called = {"type": "function", "function": {"name": "add", "arguments": {"a": 1}}}
+    assert row.prompt[1].fields == {"role": "assistant", "content": "", "tool_calls": [{"id": "1", **called}]}
+    write_rows(tmp_path / "b.parquet", "train", [row])
+    assert load_rows([str(tmp_path / "b.parquet")])[0].prompt == row.prompt

@@ -7,6 +7,7 @@ from tokenizers import Tokenizer, models, pre_tokenizers, processors
 from transformers import PreTrainedTokenizerFast
 
 from rlctl.data.prompts import PromptDataset, Renderer
+from rlctl.data.records import parse_messages
 from rlctl.data.schema import Message, Row
 from rlctl.errors import UsageError
 
@@ -187,3 +188,30 @@ def test_tools_and_the_environment_of_a_row():
     assert task.environment == "words.py:Words"
     with pytest.raises(UsageError, match="the model's chat template shows none"):
         dataset([row], make_tokenizer(TEMPLATE))
+
+
+CALLS = (
+    "{% for m in messages %}[{{ m.role }}]{{ m.content }}{% for c in m.tool_calls or [] %}"
+    "<{{ c.function.name }}:{{ c.function.arguments.a }}>{% endfor %}{% endfor %}"
+)
+
+
+def test_tool_calls_of_prompts_go_through_the_template():
+    calls = [{"function": {"name": "add", "arguments": '{"a": 7}'}}]
+    turns = [
+        {"role": "user", "content": "?"},
+        {"role": "assistant", "content": None, "tool_calls": calls},
+        {"role": "tool", "content": "8", "name": "add"},
+    ]
+    row = Row("s", parse_messages(turns), "8", where="f:1")
+    assert Renderer(make_tokenizer(CALLS)).text(row) == "[user]?[assistant]<add:7>[tool]8"
+    (task,) = dataset([row], make_tokenizer(CALLS)).tasks([0], [0])
+    assert task.messages[1]["tool_calls"][0]["function"] == {"name": "add", "arguments": {"a": 7}}
+    with pytest.raises(
+        UsageError, match="has tool calls, but the model's chat template shows none"
+    ) as caught:
+        Renderer(make_tokenizer(TEMPLATE)).text(row)
+    assert caught.value.where == "f:1"
+    assert '"name":"add"' in Renderer(make_tokenizer()).text(row).replace(" ", ""), (
+        "no template: as JSON text"
+    )

@@ -9,7 +9,7 @@ import numpy as np
 
 from rlctl.diagnose.facts import facts_of
 from rlctl.diagnose.table import RunLog, Table
-from rlctl.spec.load import RUN_SPEC_FILE, dump_spec, load_spec
+from rlctl.run_spec.load import RUN_SPEC_FILE, dump_spec, load_spec
 from tests.simulated_logs.simulate import CORR, healthy_rows
 
 __all__ = ["CORR", "healthy_rows", "run_log", "spec_of", "write_run"]

@@ -18,7 +18,17 @@ from tests.simulated_logs.writers import FORMATS, NEMO_RL, TRL, VERL, write_log
 
 #: Rules of exact values and of long runs need no simulation: `test_rules.py` tries them.
 EXACT = {"exception", "zero-advantages", "missing-log-probs", "entropy-rise", "flat-reward", "large-updates"}
-EXACT |= {"small-updates", "strong-penalty", "constant-reward", "reward-terms", "temperature", "frozen"}
+EXACT |= {
+    "sampler-log-probs",
+    "small-updates",
+    "strong-penalty",
+    "constant-reward",
+    "length-collapse",
+    "length-growth",
+    "reward-terms",
+    "temperature",
+    "frozen",
+}
 SIMULATED = {rule.name for rule in all_rules()} - EXACT
 
 

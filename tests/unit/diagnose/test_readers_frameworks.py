@@ -48,7 +48,7 @@ def test_verls_own_logs(name):
     assert run.table.nonfinite["actor/grad_norm"].tolist() == [5]
     assert "rejection" in run.origins["rollout_corr/rollout_is_eff_sample_size"].meaning
     assert run.origins["rollout_corr/kl"].meaning == ""
-    assert (run.facts.logs_correction, run.facts.dialect) == (True, "verl")
+    assert (run.facts.logs_correction, run.facts.naming) == (True, "verl")
     assert run.notes == ()
 
 
@@ -70,7 +70,7 @@ def test_verls_printed_configuration_gives_facts():
         lr=1e-6,
         ess_length_weighted=True,
         logs_correction=True,
-        dialect="verl",
+        naming="verl",
     )
 
 

@@ -13,7 +13,7 @@ from rlctl.diagnose.rule import Detection, Rule, all_rules, examine, metrics_rea
 from rlctl.diagnose.table import Facts
 from rlctl.errors import UsageError
 from rlctl.metric_names import describe
-from rlctl.spec.load import load_spec
+from rlctl.run_spec.load import load_spec
 from tests.unit.diagnose.logs import CORR, healthy_rows, run_log, spec_of
 
 RC = "algorithm.rollout_correction."
@@ -138,6 +138,11 @@ in_weights = both(episode(num_tool_calls=2.0), corr(kl=None, k3_kl=None, rollout
 
 #: rule → (severity, spoil, overrides of the spec)
 TRIGGERS = {
+    "length-collapse": [
+        ("critical", both(flat, always(response_length__mean=later(300.0, 4.0))), []),
+        ("warning", always(response_length__mean=later(300.0, 4.0)), []),  # while the reward rises
+    ],
+    "length-growth": [("warning", both(flat, always(response_length__mean=later(300.0, 900.0))), [])],
     "probability-gap": [
         ("warning", always(training__rollout_probs_diff_mean=later(1e-3, 0.007)), [ONE_UPDATE]),
         ("info", always(training__rollout_probs_diff_mean=0.007), [ONE_UPDATE]),  # as from the start
@@ -236,6 +241,11 @@ TRIGGERS = {
         ("critical", no_advantages, []),
         ("critical", both(no_advantages, no_score_range), []),
     ],
+    "sampler-log-probs": [
+        ("warning", corr(log_wealth=later(0.1, 6.0), log_wealth_guaranteed=1.0), []),
+        ("critical", corr(log_wealth=later(0.1, 20.0), log_wealth_guaranteed=1.0), []),
+        ("warning", corr(log_wealth=later(0.1, 20.0), log_wealth_guaranteed=0.0), []),
+    ],
     "missing-log-probs": [("critical", corr(rollout_log_ppl=0.0, training_log_ppl=0.6), [])],
     "entropy-rise": [
         ("warning", always(actor__entropy=later(0.6, 2.5), critic__score__mean=0.3), []),
@@ -269,6 +279,11 @@ TRIGGERS = {
         ("critical", always(critic__score__mean=lambda s: 0.27 if s == 1 else 0.0), []),  # at once
         ("critical", always(critic__score__mean=lambda s: max(0.0, 0.4 - 0.05 * s)), []),  # within a window
         ("warning", both(no_score_range, always(critic__score__mean=lambda s: 9.0 - 0.1 * s)), []),
+        # at the level of earlier short stays, for longer; below the lower of two levels
+        ("critical", always(critic__score__mean=lambda s: 0.1 if s in (8, 15, 21) or s >= 30 else 0.6), []),
+        ("critical", always(critic__score__mean=lambda s: 0.0 if s >= 45 else 0.6 - 0.2 * (s // 5 % 2)), []),
+        # learned within few steps, and lost
+        ("critical", always(critic__score__mean=lambda s: 0.1 if s <= 3 or s >= 40 else 0.6), []),
         ("critical", both(without("critic/score/mean"),
                           always(val__addition__reward_mean=lambda s: 0.9 - s / 100)), []),
     ],
@@ -392,7 +407,8 @@ def test_a_fix_names_the_keys_that_other_frameworks_read(key):
 
 
 def test_a_fix_for_the_learning_rate_is_in_every_framework():
-    assert change("actor.lr=1e-06").others.keys() == tables().keys() | {"llama-factory"}
+    frameworks = {name for name, one in tables().items() if one.is_framework}
+    assert change("actor.lr=1e-06").others.keys() == frameworks | {"llama-factory"}
 
 
 #: Options that fixes name, of frameworks that `rlctl import` does not read: of ms-swift 4 (`args_mixin.py`,
@@ -558,6 +574,8 @@ def test_the_page_of_rules_lists_every_rule():
                                    critic__advantages__min=lambda s: -1.0 * (s % 5 != 0)), []),
         # a policy may be certain; and one that is certain on both sides agrees
         ("missing-log-probs", corr(rollout_log_ppl=0.0, training_log_ppl=0.0), []),
+        ("sampler-log-probs", corr(log_wealth=4.0, log_wealth_guaranteed=1.0), []),
+        ("sampler-log-probs", corr(log_wealth=6.0, log_wealth_guaranteed=0.0), []),
         ("entropy-rise", always(actor__entropy=later(0.6, 2.5)), []),  # and the reward rises
         ("entropy-rise", always(actor__entropy=later(0.2, 0.6), critic__score__mean=0.3), []),
         ("entropy-rise", always(actor__entropy=lambda s: 2.5 if 21 <= s <= 40 else 0.6,

@@ -1,8 +1,13 @@
+import subprocess
+import sys
+
 import numpy as np
 import pytest
+from scipy.stats import median_abs_deviation
 
 from rlctl.diagnose.signals import (
     crossing,
+    deviation,
     lasting_change,
     longest_true,
     rolling_median,
@@ -23,6 +28,30 @@ def series(values, first=1):
 
 def noisy(level, count, seed=0, spread=0.05):
     return level * np.exp(np.random.default_rng(seed).normal(0, spread, count))
+
+
+@pytest.mark.filterwarnings("ignore:.*too small")
+@pytest.mark.parametrize("shape", [(0,), (1,), (2,), (7,), (3, 0), (3, 8)])
+def test_the_deviation_is_scipys(shape):
+    values = np.random.default_rng(0).normal(size=shape)
+    for some in (values, values * 1e-30, np.where(values > 1, np.nan, values)):
+        np.testing.assert_array_equal(deviation(some), median_abs_deviation(some, axis=-1, scale="normal"))
+
+
+def test_a_healthy_series_is_judged_without_importing_scipys_statistics():
+    code = """if True:
+        import sys
+        import numpy as np
+        from rlctl.diagnose.falls import fall_of
+        from rlctl.diagnose.signals import trend
+        from rlctl.diagnose.table import Series
+        series = Series(np.arange(15), np.linspace(0.0, 1.0, 15))
+        assert fall_of(series) is None
+        assert trend(Series(np.arange(1), np.ones(1))) == 0.0
+        assert "scipy.stats" not in sys.modules
+    """
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
 
 
 def test_rolling_median_is_the_plain_one():

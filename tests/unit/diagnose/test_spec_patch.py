@@ -12,7 +12,7 @@ from rlctl.diagnose.rule import Diagnosis
 from rlctl.diagnose.spec_patch import as_yaml, propose_patch, write_patch
 from rlctl.diagnose.table import RunLog, Table
 from rlctl.errors import UsageError
-from rlctl.spec.load import load_spec
+from rlctl.run_spec.load import load_spec
 
 RC = "algorithm.rollout_correction."
 
@@ -30,10 +30,8 @@ def diagnosis(*findings, spec=True, framework="rlctl"):
 
 
 def test_the_fixed_spec_loads_and_differs_in_the_changed_keys_only(tmp_path):
-    seen = diagnosis(
-        finding("gap", ("actor.lr=0.0005",)),
-        finding("spread", (f"{RC}rollout_rs=token_k1", f"{RC}rollout_rs_threshold=0.6_1.6")),
-    )
+    changes = ("actor.lr=0.0005", f"{RC}rollout_rs=token_k1", f"{RC}rollout_rs_threshold=0.6_1.6")
+    seen = diagnosis(finding("gap", changes))
     path = tmp_path / "out.yaml"
     write_patch(path, propose_patch(seen))
     loaded = load_spec([], [path], [])
@@ -47,43 +45,45 @@ def test_the_fixed_spec_loads_and_differs_in_the_changed_keys_only(tmp_path):
     assert "# actor.lr=0.0005 (was 0.001): gap, something is wrong" in path.read_text().splitlines()
 
 
-def test_the_worst_finding_wins_a_conflict_and_the_next_fix_is_taken():
+def test_only_the_first_cause_changes_the_spec():
     found = propose_patch(
         diagnosis(
             finding("first", ("actor.lr=0.0005",)),
-            finding("second", ("actor.lr=0.0001",), ("actor.grad_clip=0.5",)),
-            finding("third", ("actor.lr=0.0002",)),
-            finding("fourth", ("actor.lr=0.0005",)),
+            finding("second", ("data.max_response_length=2048",)),
+            finding("third", ("actor.grad_clip=0.5",), severity="warning"),
+            finding("remark", ("actor.lr=0.5",), severity="info"),
         )
     )
-    assert found.changes == {"actor.lr": "0.0005", "actor.grad_clip": "0.5"}
+    assert found.changes == {"actor.lr": "0.0005"}
     left = {each.finding.rule: each.why for each in found.not_applied}
-    assert "first sets 0.0005" in left["third"]
-    assert left["fourth"] == "already set for first"
-    assert "# Not applied: third (critical): actor.lr=0.0002: first sets 0.0005" in as_yaml(found)
+    assert "without first" in left["second"]
+    assert "without first" in left["third"]
+    assert left["remark"] == "only a remark"
+    assert "# Not applied: second (critical): first see" in as_yaml(found)
 
 
 def test_a_fix_that_the_checks_refuse_gives_way_to_the_next():
     refused = (f"{RC}rollout_rs=token_k1", f"{RC}rollout_rs_threshold=nonsense")
-    found = propose_patch(diagnosis(finding("one", refused, ("actor.lr=0.0005",)), finding("two", refused)))
+    found = propose_patch(diagnosis(finding("one", refused, ("actor.lr=0.0005",))))
     assert found.changes == {"actor.lr": "0.0005"}
-    assert "rollout_rs_threshold=nonsense" in found.not_applied[0].why
+    [left] = propose_patch(diagnosis(finding("two", refused))).not_applied
+    assert "rollout_rs_threshold=nonsense" in left.why
 
 
-def test_remarks_and_things_to_do_by_hand_change_nothing():
-    found = propose_patch(
-        diagnosis(
-            finding("hand", Fix(why="look at the engine's logs")),
-            finding("same", ("actor.lr=0.001",)),
-            finding("remark", ("actor.lr=0.5",), severity="info"),
-        )
-    )
+@pytest.mark.parametrize(
+    ("fix", "why"),
+    [
+        (
+            Fix(why="look at the engine's logs"),
+            "no config key fixes this; what to do: look at the engine's logs",
+        ),
+        (("actor.lr=0.001",), "the spec has this value already"),
+    ],
+)
+def test_a_first_cause_without_a_setting_changes_nothing(fix, why):
+    found = propose_patch(diagnosis(finding("hand", fix), finding("other", ("actor.grad_clip=0.5",))))
     assert found.applied == ()
-    assert [each.why for each in found.not_applied] == [
-        "no config key fixes this; what to do: look at the engine's logs",
-        "the spec has this value already",
-        "only a remark",
-    ]
+    assert found.not_applied[0].why == why
 
 
 def test_a_log_without_a_spec_gives_an_overlay_that_layers(tmp_path):

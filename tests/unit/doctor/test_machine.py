@@ -9,7 +9,7 @@ import pytest
 
 from rlctl.doctor import checks
 from rlctl.doctor.checks import machine_checks
-from rlctl.spec import machine
+from rlctl.run_spec import machine
 
 
 def check(name: str):

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import torch
 
-from rlctl.batch import Episode, Sequence, Task, TokenBatch, Turn
+from rlctl.batch import Episode, Task, TokenBatch, TokenSequence, Turn
 from rlctl.engine.deepspeed import DeepSpeedCritic, FrozenPolicy
 from rlctl.engine.fsdp import FsdpCritic, FsdpReference
 from rlctl.engine.ranks import Ranks
@@ -46,7 +46,9 @@ def batch_and_targets(seed: int):
     for row, response in enumerate(responses):
         prompt = prompts[row // (ROWS // 2)]
         turn = Turn(response, torch.zeros(len(response)), torch.zeros_like(response), "stop")
-        episodes.append(Episode(Task(prompt, text=""), row, (Sequence.of_turn(prompt, turn),), response=""))
+        episodes.append(
+            Episode(Task(prompt, text=""), row, (TokenSequence.of_turn(prompt, turn),), response="")
+        )
     batch = TokenBatch.of(episodes)
     targets = batch.units.episode.spread(torch.randn(ROWS, generator=draw))
     return replace(batch, advantages=targets), targets

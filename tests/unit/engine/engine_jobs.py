@@ -14,7 +14,7 @@ from rlctl.engine.deepspeed import DeepSpeedEngine
 from rlctl.engine.fsdp import FsdpEngine, in_full
 from rlctl.engine.layout import idle_inputs
 from rlctl.engine.ranks import Ranks
-from rlctl.spec import memory
+from rlctl.run_spec import memory
 from tests.models import tiny_batch, tiny_model
 
 ROWS = 8
@@ -147,6 +147,7 @@ def in_step(ranks: Ranks, stage: int):
             loss = -(output.log_probs * weights).sum() / len(batch.advantages)
             actor.backward(loss, last=number == ROWS // ranks.world_size - 1)
         actor.step(lr=1e-2)
+        assert actor._module.reader.layout is None  # a run that is resumed here has none
     return weights_of(actor), layouts
 
 

@@ -130,7 +130,7 @@ LARGE = {
 
 def recorded(ranks: Ranks, vocabulary: int, tied: bool, max_logits: int):
     """Per pass in the steady state, what was recorded; and weights after a step, plain and cut up."""
-    from rlctl.spec import memory
+    from rlctl.run_spec import memory
 
     memory.MAX_LOGITS = max_logits
     batch = tiny_batch(tiny_model(vocabulary=vocabulary), 2 * 4, seed=1, prompt=5, horizon=24)

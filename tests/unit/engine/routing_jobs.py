@@ -8,7 +8,7 @@ import pytest
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from rlctl.batch import Episode, Sequence, Task, TokenBatch
+from rlctl.batch import Episode, Task, TokenBatch, TokenSequence
 from rlctl.engine import layout
 from rlctl.engine.deepspeed import DeepSpeedEngine
 from rlctl.engine.ranks import Ranks
@@ -55,7 +55,7 @@ def batch_of(requests, turns) -> TokenBatch:
             Episode(
                 Task(request.token_ids, "", place // 2),
                 place % 2,
-                (Sequence.of_turn(request.token_ids, turn),),
+                (TokenSequence.of_turn(request.token_ids, turn),),
                 "",
             )
             for place, (request, turn) in enumerate(zip(requests, turns, strict=True))

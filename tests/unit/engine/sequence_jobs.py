@@ -20,6 +20,8 @@ from tests.flash_attention import use_flash
 from tests.models import tiny_model
 from tests.unit.train.updates import CASES, ROWS, batch_of, settings_of
 
+LR = 1e-2
+
 
 def a_model(attention: str = "sdpa"):
     torch.manual_seed(3)
@@ -63,9 +65,11 @@ def trained(
     )
     with pytest.MonkeyPatch.context() as patched:  # alone, such short rows would be padded
         patched.setattr(layout, "choose_layout", lambda *_: "packed")
-        outcome = update(batch, actor, data, settings, lambda _: 1e-2, 0)
+        outcome = update(batch, actor, data, settings, lambda _: LR, 0)
     return {
         "weights": {name: value.detach().clone() for name, value in actor.weights()},
+        "lrs": [LR] * outcome.num_updates,
+        "num_tokens": len(batch.advantages),
         "metrics": outcome.metrics,
         "answers": [*(values.sum() for values in vars_of(before)), top_k],
         "seen": outcome.seen.training_log_probs,

@@ -10,7 +10,7 @@ import torch
 from rlctl.batch import TokenLists
 from rlctl.engine.log_probs import PolicyModule
 from rlctl.errors import UsageError
-from rlctl.spec import memory
+from rlctl.run_spec import memory
 from tests.models import naive_log_probs, tiny_batch, tiny_model
 
 MODELS = [("llama", False), ("llama", True), ("qwen2", False), ("qwen2", True), ("gemma2", True)]
@@ -185,7 +185,7 @@ def test_the_most_likely_tokens_and_all_others(kind: str, num_chunks: int, restr
             for ids, token in zip(sets, batch.inputs.tokens, strict=True)
         ]
         kept = TokenLists(torch.tensor([len(ids) for ids in sets], dtype=torch.int32), torch.cat(sets).int())
-        batch = replace(batch, kept=kept)
+        batch = batch.with_columns(kept=kept)
 
     def full(network) -> torch.Tensor:
         """(M, V) log-probs, one sequence at a time, in float64."""
@@ -213,7 +213,7 @@ def test_the_most_likely_tokens_and_all_others(kind: str, num_chunks: int, restr
     torch.testing.assert_close(tail.exp().double(), (wanted.exp() * rest).sum(1), rtol=1e-5, atol=1e-9)
 
     lists = TokenLists(torch.full((count,), 4), ids.flatten(), log_probs.flatten())
-    batch = replace(batch, teacher_top_k=lists)
+    batch = batch.with_columns(most_likely=lists)
     found = forward(PolicyModule(model, 0.7), batch, num_chunks, tail=True).most_likely
     factors = torch.randn(found.shape, generator=torch.Generator().manual_seed(2))
     expected = full(model).exp()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import json
 
 import pytest
 import torch
@@ -14,7 +15,7 @@ from transformers import AutoModelForCausalLM
 from rlctl.engine.lora import OffloadedBase, add_lora, load_adapter, plain_weights
 from rlctl.errors import UsageError
 from rlctl.model_files import check_adapter
-from rlctl.spec.model import ALL_LINEAR, ModelSpec
+from rlctl.run_spec.model import ALL_LINEAR, ModelSpec
 from tests.models import naive_log_probs, tiny_batch, tiny_model
 from tests.processes import on_ranks
 from tests.unit.engine import engine_jobs, lora_jobs
@@ -193,6 +194,69 @@ def test_an_adapter_that_cannot_be_used_is_refused(adapter, spoil: str) -> None:
             check_adapter(spec.lora_adapter_path, spec)
     with pytest.raises(UsageError, match="cannot be read" if spoil == "missing" else said):
         load_adapter(model, spec)
+
+
+#: How PEFT can begin, or what it can add → whether the adapter's weights are then all of the difference.
+PEFTS = {
+    "default": ({}, True),
+    "zero": ({"init_lora_weights": False}, True),
+    "gaussian": ({"init_lora_weights": "gaussian"}, True),
+    "orthogonal": ({"init_lora_weights": "orthogonal"}, True),
+    "pissa": ({"init_lora_weights": "pissa"}, False),
+    "pissa_niter_4": ({"init_lora_weights": "pissa_niter_4"}, False),
+    "olora": ({"init_lora_weights": "olora"}, False),
+    "dora": ({"use_dora": True}, False),
+    "rslora": ({"use_rslora": True}, False),
+    "bias": ({"bias": "lora_only"}, False),
+    "lora_bias": ({"lora_bias": True}, False),
+    "rank_pattern": ({"rank_pattern": {"q_proj": 4}}, False),
+    "alpha_pattern": ({"alpha_pattern": {"q_proj": 4}}, False),
+    "modules_to_save": ({"modules_to_save": ["lm_head"]}, False),
+    "tokens": ({"trainable_token_indices": [1, 2]}, False),
+    "replicated": ({"layer_replication": [(0, 2), (1, 2)]}, False),
+}
+
+
+@pytest.mark.parametrize("kind", PEFTS)
+def test_an_adapter_is_read_as_peft_reads_it_or_refused(tmp_path, kind: str) -> None:
+    from peft import LoraConfig, PeftModel, get_peft_model
+
+    options, is_plain = PEFTS[kind]
+    config = LoraConfig(r=2, lora_alpha=6.0, target_modules=["q_proj", "down_proj"], **options)
+    torch.manual_seed(3)
+    get_peft_model(tiny_model(), config).save_pretrained(tmp_path)
+    model, spec = tiny_model(), model_spec(tmp_path)
+    add_lora(model, 2, 6.0, spec.target_modules)
+    if not is_plain:
+        with pytest.raises(UsageError, match="which cannot be trained here") as caught:
+            check_adapter(str(tmp_path), spec)
+        (name,) = options
+        assert f"{name}=" in str(caught.value.what)
+        return
+    load_adapter(model, spec)
+    reloaded = PeftModel.from_pretrained(tiny_model(), str(tmp_path)).merge_and_unload()
+    batch = tiny_batch(reloaded)
+    own, theirs = (naive_log_probs(each, batch)[0] for each in (model, reloaded))
+    torch.testing.assert_close(own, theirs, rtol=1e-5, atol=2e-5)
+
+
+@pytest.mark.parametrize(
+    ("option", "value"),
+    [
+        *(("init_lora_weights", init) for init in ("eva", "corda", "loftq", "lora_ga", "of_2027")),
+        ("loftq_config", {"loftq_bits": 4}),
+        ("corda_config", {"corda_method": "ipm"}),
+        ("peft_type", "LOHA"),
+        ("fan_in_fan_out", True),
+        ("an_option_of_2027", "on"),
+    ],
+)
+def test_an_adapter_with_options_that_are_not_known_is_refused(adapter, option: str, value: object) -> None:
+    path, _ = adapter
+    config = path / "adapter_config.json"
+    config.write_text(json.dumps(json.loads(config.read_text()) | {option: value}))
+    with pytest.raises(UsageError, match=f"the adapter has {option}="):
+        check_adapter(str(path), model_spec(path))
 
 
 def test_a_model_without_linear_layers_is_refused() -> None:

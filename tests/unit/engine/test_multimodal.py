@@ -9,14 +9,15 @@ import pytest
 import torch
 from transformers import Gemma3Config, Mistral3Config, Qwen2_5_VLConfig
 
-from rlctl.batch import Episode, Sequence, Task, TokenBatch
+from rlctl.batch import Episode, Task, TokenBatch, TokenSequence
 from rlctl.engine.log_probs import PolicyModule
 from rlctl.engine.lora import adapter_parameters, add_lora
 from rlctl.engine.model import load_policy
 from rlctl.engine.values import ValueModule
 from rlctl.prefix import body_of
+from rlctl.rollout.expected_weights import PlainWeights
 from rlctl.rollout.hf import HFRollout
-from rlctl.rollout.protocol import PlainWeights, Request, Sampling
+from rlctl.rollout.protocol import Request, Sampling
 from tests.models import naive_log_probs, tiny_batch
 from tests.own_model import save_tiny
 
@@ -99,7 +100,7 @@ def test_responses_are_sampled_and_scored_alike(directory: Path) -> None:
     requests = [Request(prompt, seed) for seed, prompt in enumerate(prompts)]
     turns = rollout.sample(requests, Sampling(max_response_length=5))
     episodes = [
-        Episode(Task(prompt, text=""), 0, (Sequence.of_turn(prompt, turn),), response="")
+        Episode(Task(prompt, text=""), 0, (TokenSequence.of_turn(prompt, turn),), response="")
         for prompt, turn in zip(prompts, turns, strict=True)
     ]
     batch = TokenBatch.of(episodes)

@@ -15,10 +15,10 @@ from rlctl.engine.deepspeed_setup import recompute_layers
 from rlctl.engine.log_probs import PolicyModule
 from rlctl.engine.lora import add_lora
 from rlctl.engine.values import ValueModule
-from rlctl.spec.load import load_spec
-from rlctl.spec.memory import memory_parts, memory_total
-from rlctl.spec.model_size import PUBLISHED, ModelSize, Shape
-from rlctl.spec.run_spec import RunSpec
+from rlctl.run_spec.load import load_spec
+from rlctl.run_spec.memory import memory_parts, memory_total
+from rlctl.run_spec.model_size import PUBLISHED, ModelSize, Shape
+from rlctl.run_spec.run_spec import RunSpec
 from tests.models import config_of
 from tests.peak_memory import PeakMemory
 

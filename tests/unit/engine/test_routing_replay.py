@@ -12,12 +12,13 @@ from torch.nn import functional
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from rlctl.batch import TokenBatch
+from rlctl.capabilities.expert_routing.run import ExpertRouting
 from rlctl.engine import layout
 from rlctl.engine.deepspeed_setup import recompute_layers
 from rlctl.engine.log_probs import PolicyModule
 from rlctl.errors import RunFailure, UsageError
 from rlctl.routing import Mixture, Routing
-from rlctl.train.step_metrics import token_sums
+from rlctl.run_spec.load import load_spec
 from tests.models import tiny_model
 from tests.processes import on_ranks_each
 from tests.unit.engine import routing_jobs
@@ -55,7 +56,7 @@ def one_by_one(model, batch: TokenBatch, temperature: float = 0.7):
     routers = [module for name, module in model.named_modules() if name.endswith("mlp.gate")]
     lengths = batch.lengths.tolist()
     for ids, scored in zip(batch.token_ids.split(lengths), batch.sampled.split(lengths), strict=True):
-        experts = batch.experts[at : at + len(ids)].long()
+        experts = batch.column("experts")[at : at + len(ids)].long()
         at += len(ids)
         for place, router in enumerate(routers):
             router.forward = with_forced(router, experts[:, place])
@@ -162,7 +163,8 @@ def test_tokens_without_experts_are_routed_by_the_trainer() -> None:
     wanted, _ = one_by_one(model, batch)
     torch.testing.assert_close(PolicyModule(model, 0.7)(batch.inputs)[0], wanted, rtol=1e-5, atol=5e-6)
     scored = replace(batch, rewards=torch.zeros(len(batch.turns)), advantages=torch.zeros(len(batch.turns)))
-    assert token_sums(scored)["actor/live_routed_tokens"] == sum(len(prompt) - 1 for prompt in PROMPTS)
+    sums = ExpertRouting(load_spec([], [], []).spec).token_sums(scored)
+    assert sums["actor/live_routed_tokens"] == sum(len(prompt) - 1 for prompt in PROMPTS)
     none = batch_of(requests, [replace(turns[0], experts=None), *turns[1:]])
     wanted, _ = one_by_one(model, none)
     torch.testing.assert_close(PolicyModule(model, 0.7)(none.inputs)[0], wanted, rtol=1e-5, atol=5e-6)
@@ -192,7 +194,7 @@ def test_the_balancing_loss_counts_the_experts_that_were_used() -> None:
     batch = batch_of(requests, turns)
     module = PolicyModule(model, 0.7)
     predicting = batch.sampled.roll(-1)
-    used = functional.one_hot(batch.experts[predicting].long(), EXPERTS).sum(-2).float().mean(1)
+    used = functional.one_hot(batch.column("experts")[predicting].long(), EXPERTS).sum(-2).float().mean(1)
     output = module(batch.inputs, routing=True)
     torch.testing.assert_close(output.routing[:, EXPERTS:], used)
     live = module(replace(batch.inputs, experts=None), routing=True)
@@ -223,7 +225,7 @@ def test_experts_of_all_decoder_layers_are_those_of_the_layers_with_a_router() -
     _, requests, turns = sampled(model, noise=0.3)
     batch = batch_of(requests, turns)
     everywhere = torch.zeros(len(batch.token_ids), 3, CHOSEN, dtype=torch.int16)
-    everywhere[:, [0, 2]] = batch.experts
+    everywhere[:, [0, 2]] = batch.column("experts")
     module = PolicyModule(model, 0.7)
     found = module(replace(batch.inputs, experts=everywhere))[0]
     assert torch.equal(found, module(batch.inputs)[0])

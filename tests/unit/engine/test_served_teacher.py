@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gzip
 import json
 import threading
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
@@ -10,13 +11,14 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from rlctl.engine import served_teacher
+from rlctl.capabilities.sections import other_models
+from rlctl.capabilities.teacher import served
+from rlctl.capabilities.teacher.served import ServedTeacher
 from rlctl.engine.deepspeed import FrozenPolicy
 from rlctl.engine.layout import idle_inputs
 from rlctl.engine.ranks import Ranks
-from rlctl.engine.served_teacher import ServedTeacher
 from rlctl.errors import EnvironmentFailure, RunFailure, SpecError, UsageError
-from rlctl.spec.load import load_spec
+from rlctl.run_spec.load import load_spec
 from tests.models import VOCABULARY, tiny_batch, tiny_model
 
 CPU = torch.device("cpu")
@@ -40,9 +42,9 @@ class Tokenizer:
 @pytest.fixture
 def server(monkeypatch: pytest.MonkeyPatch):
     """Its attributes can be changed; `seen` has the requests."""
-    monkeypatch.setattr(served_teacher, "_PAUSE_S", 0.0)
+    monkeypatch.setattr(served, "_PAUSE_S", 0.0)
     state = SimpleNamespace(
-        model=tiny_model(seed=1), seen=[], failures=0, most=20, key="", knows_prompts=True
+        model=tiny_model(seed=1), seen=[], failures=0, most=20, key="", knows_prompts=True, lie=None
     )
 
     class Handler(BaseHTTPRequestHandler):
@@ -67,9 +69,14 @@ def server(monkeypatch: pytest.MonkeyPatch):
         def answer(self, content: object, status: int = 200) -> None:
             if state.key and self.headers.get("Authorization") != f"Bearer {state.key}":
                 content, status = {"error": "Unauthorized"}, 401
+            raw = json.dumps(content).encode()
+            if state.lie and self.command == "POST":
+                raw = state.lie(content)
             self.send_response(status)
+            if raw[:2] == b"\x1f\x8b":
+                self.send_header("Content-Encoding", "gzip")
             self.end_headers()
-            self.wfile.write(json.dumps(content).encode())
+            self.wfile.write(raw)
 
         def log_message(self, *_: object) -> None:
             pass
@@ -158,4 +165,67 @@ def test_what_a_server_cannot_score_is_refused(setting: str) -> None:
         load_spec([], [], given)
     assert any("temperature 1" in problem.what for problem in caught.value.problems)
     spec = load_spec([], [], given[:1]).spec
-    assert spec.other_models["algorithm.teacher.path"] is None
+    assert "algorithm.teacher.path" not in other_models(spec)
+
+
+def changed(**places: object):
+    """An answer whose values at some places are others; `__` stands for a dot."""
+
+    def lie(content: dict) -> bytes:
+        for place, value in places.items():
+            *above, last = (int(part) if part.isdecimal() else part for part in place.split("__"))
+            inner = content
+            for part in above:
+                inner = inner[part] if part != "first" else next(iter(inner.values()))
+            inner[last] = value
+        return json.dumps(content).encode()
+
+    return lie
+
+
+ENTRY = "choices__0__prompt_logprobs__3__first__logprob"
+LIES = {
+    "no JSON": lambda content: b"<html>",
+    "nothing": lambda content: b"",
+    "a list": lambda content: b"[]",
+    "no choices": changed(choices=[]),
+    "a prompt left out": lambda content: json.dumps({"choices": content["choices"][1:]}).encode(),
+    "a prompt twice": changed(choices__0__index=0),
+    "no number of the prompt": changed(choices__0__index="first"),
+    "fewer positions": lambda content: changed(
+        choices__0__prompt_logprobs=content["choices"][0]["prompt_logprobs"][:-1]
+    )(content),
+    "no entries": changed(choices__0__prompt_logprobs=[{}] * 9),
+    "not of the own token": changed(choices__0__prompt_logprobs__3={"999": {"logprob": -1.0}}),
+    "not of a position": changed(choices__0__prompt_logprobs__3=None),
+    "NaN": changed(**{ENTRY: float("nan")}),
+    "infinite": changed(**{ENTRY: float("-inf")}),
+    "above 1": changed(**{ENTRY: 3.0}),
+    "a text": changed(**{ENTRY: "-1.0"}),
+    "a truth": changed(**{ENTRY: True}),
+    "nothing at all": changed(**{ENTRY: None}),
+    "an id that is none": changed(**{"choices__0__prompt_logprobs__3__x": {"logprob": -9.0}}),
+    "probabilities above 1": lambda content: changed(
+        choices__0__prompt_logprobs__3={
+            token: {"logprob": -0.1} for token in content["choices"][0]["prompt_logprobs"][3]
+        }
+    )(content),
+    "a compressed gigabyte": lambda content: gzip.compress(bytes(1 << 20)) * 64,
+    "deep": lambda content: b"[" * 100_000,
+}
+
+
+@pytest.mark.parametrize("lie", LIES)
+def test_a_server_that_lies_is_refused(server, lie: str) -> None:
+    """Nothing of what it says is trained on, whatever it says."""
+    batch = tiny_batch(tiny_model(), 3)
+    there = ServedTeacher(server.url, Tokenizer(), CPU, max_length=64)
+    server.lie = LIES[lie]
+    with pytest.raises(RunFailure, match="the server"):
+        there.top_k(batch.inputs, 4, VOCABULARY)
+    if lie in {"a prompt twice", "probabilities above 1"}:  # one prompt, one token: no lie
+        return
+    with pytest.raises(RunFailure, match="the server"):
+        there.log_probs(batch.inputs)
+    with pytest.raises(EnvironmentFailure, match="the server"):
+        ServedTeacher(server.url, Tokenizer(), CPU, max_length=64)

@@ -10,7 +10,7 @@ import torch
 from rlctl.engine.engines import TrainContext, build_training_engine
 from rlctl.engine.ranks import Ranks
 from rlctl.errors import RunFailure, SpecError
-from rlctl.spec.load import load_spec
+from rlctl.run_spec.load import load_spec
 
 EXAMPLE = f"{Path(__file__).parents[3]}/examples/custom_training_engine.py:plain_adamw"
 

@@ -16,9 +16,9 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 from rlctl.engine.deepspeed_setup import recompute_layers
 from rlctl.engine.ranks import Ranks
 from rlctl.prefix import body_of
-from rlctl.spec.load import load_spec
-from rlctl.spec.memory import memory_parts
-from rlctl.spec.model_size import PUBLISHED, ModelSize
+from rlctl.run_spec.load import load_spec
+from rlctl.run_spec.memory import memory_parts
+from rlctl.run_spec.model_size import PUBLISHED, ModelSize
 from tests.models import config_of, tiny_batch, tiny_model
 from tests.processes import Job
 from tests.unit.engine.engine_jobs import engine

@@ -1,10 +1,13 @@
 """Agents as users write them, see test_agent_function.py."""
 
 import asyncio
+import contextlib
 import json
 import os
 import sys
+import threading
 import time
+from functools import partial
 
 from openai import AsyncOpenAI, OpenAI
 
@@ -105,9 +108,111 @@ async def goes_on(task, base_url, api_key):
         await asks_twice(task, base_url, api_key)
 
 
+def calls_on(task, base_url, api_key):
+    """A thread of it asks on after the reward."""
+
+    def ask():
+        for _ in range(1000):
+            with contextlib.suppress(Exception):
+                OpenAI(base_url=base_url, api_key=api_key, max_retries=0).responses.create(input="more")
+
+    blocks_for(base_url, api_key)
+    threading.Thread(target=ask, daemon=True).start()
+    return 1.0
+
+
 async def takes_less(task):
     return 0.0
 
 
-def is_no_coroutine(task, base_url, api_key):
+def plain(task, base_url, api_key, ground_truth):
+    return blocks_for(base_url, api_key) + float(ground_truth == "4")
+
+
+def blocks_for(base_url, api_key):
+    client = OpenAI(base_url=base_url, api_key=api_key)
+    answer = client.chat.completions.create(model="policy", messages=[QUESTION])
+    time.sleep(0.3)
+    return float(len(answer.choices[0].message.content))
+
+
+class Asks:
+    """A new instance per episode."""
+
+    def __init__(self, start=0.5):
+        self.score = start
+
+    def run(self, task, base_url, api_key):
+        self.score += blocks_for(base_url, api_key)
+        return self.score
+
+
+class AsksAsync:
+    async def run(self, task, base_url, api_key, ground_truth):
+        await asks_twice(task, base_url, api_key)
+        return float(ground_truth)
+
+
+class AsksStatic:
+    @staticmethod
+    def run(task, base_url, api_key):
+        return blocks_for(base_url, api_key)
+
+
+class NeedsAnArgument:
+    def __init__(self, client):
+        self.client = client
+
+    def run(self, task, base_url, api_key):
+        return 0.0
+
+
+class TakesLess:
+    def run(self, task):
+        return 0.0
+
+
+def plain_takes_less(task):
     return 0.0
+
+
+def yields(task, base_url, api_key):
+    yield 0.0
+
+
+async def yields_async(task, base_url, api_key):
+    yield 0.0
+
+
+class Callable:
+    def __init__(self, start):
+        self.start = start
+
+    def __call__(self, task, base_url, api_key):
+        return self.start + blocks_for(base_url, api_key)
+
+
+class CallableAsync:
+    async def __call__(self, task, base_url, api_key, ground_truth):
+        await asks_twice(task, base_url, api_key)
+        return float(ground_truth)
+
+
+class CallableYields:
+    def __call__(self, task, base_url, api_key):
+        yield 0.0
+
+
+async def with_extra(extra, task, base_url, api_key):
+    await asks_twice(task, base_url, api_key)
+    return extra
+
+
+an_object, an_async_object = Callable(1.0), CallableAsync()
+a_partial = partial(with_extra, 5.0)
+a_lambda = lambda task, base_url, api_key: blocks_for(base_url, api_key)  # noqa: E731
+a_bound_method = Asks(3.0).run
+yielding_object = CallableYields()
+partial_that_lacks = partial(with_extra, api_key="")
+positional_only = lambda task, base_url, api_key, /: 0.0  # noqa: E731
+a_number, a_list = 7, []

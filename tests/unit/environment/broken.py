@@ -5,6 +5,10 @@ import random
 import subprocess
 import tempfile
 import time
+from typing import ClassVar
+
+from rlctl.environment.protocol import Outcome
+from rlctl.registry import ENVIRONMENTS
 
 
 class Sound:
@@ -76,6 +80,48 @@ class SwallowsFailure(Sound):
         except KeyError:
             self._word = ""
         return f" The word has {len(self._word)} letters."
+
+
+_GUESSED: set[str] = set()
+
+
+class KeepsStateInTheModule(Sound):
+    def guess(self, word: str) -> str:
+        """Guesses the word.
+
+        Args:
+            word: your guess.
+        """
+        said = "again" if word in _GUESSED else super().guess(word)
+        _GUESSED.add(word)
+        return said
+
+
+class KeepsStateOnTheClass(Sound):
+    num_points: ClassVar[list[float]] = []
+
+    def respond(self, text: str) -> str | None:
+        self.num_points.append(float(text == self._word))
+        return None
+
+    def get_reward(self) -> float:
+        return sum(self.num_points)
+
+
+class BeginsOnce(Sound):
+    has_begun = False
+
+    def reset(self, word: str) -> str:
+        if BeginsOnce.has_begun:
+            raise RuntimeError("the game runs already")
+        BeginsOnce.has_begun = True
+        return super().reset(word)
+
+
+class CachesInTheModule(Sound):
+    def reset(self, word: str) -> str:
+        _GUESSED.add(word)
+        return super().reset(word)
 
 
 class RewardsSilence(Sound):
@@ -187,7 +233,18 @@ class LeavesFiles(Sound):
         return super().reset(word)
 
 
-class LeavesProcesses(Sound):
-    def reset(self, word: str) -> str:
+class _LeavesProcesses:
+    """Runs in the trainer's process, so that nothing ends with an episode by itself."""
+
+    async def run(self, task, sampler):
         subprocess.Popen(["sleep", "300"], start_new_session=True)
-        return super().reset(word)
+        await sampler.sample(task.prompt_ids)
+        return Outcome("", reward=0.0)
+
+    def close(self) -> None:
+        pass
+
+
+@ENVIRONMENTS.register(label="It leaves processes")
+def leaves_processes(context):
+    return _LeavesProcesses()

@@ -5,11 +5,18 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
+import psutil
 import torch
 
-from rlctl.batch import Task, Turn
+from rlctl.batch import Episode, Task, Turn
+from rlctl.environment.build import build_environment
+from rlctl.environment.protocol import EnvironmentContext
 from rlctl.environment.recording import Recorder
 from rlctl.environment.renderer import ChatRenderer, Message
+from rlctl.environment.run_episodes import run_episodes
+from rlctl.rollout.protocol import Sampling
+from rlctl.run_spec.environment import EnvironmentSpec
+from tests.scripted_engine import chat_tokenizer
 
 #: Schema of a tool.
 ADD = {
@@ -45,6 +52,9 @@ class Scripted:
         self.recorder.add(token_ids, turn)
         return turn
 
+    def watch(self, pid: int) -> None:
+        """Nothing is timed."""
+
 
 def task_with(renderer: ChatRenderer, messages: Sequence[Message]) -> Task:
     """A task whose prompt is rendered as data preparation renders it."""
@@ -68,3 +78,23 @@ def check_recorded(sampler: Scripted) -> None:
                 assert ids[:place] == sampler.calls[turn]
             turns.setdefault(turn, []).append(ids[place])
     assert turns == {i: turn.token_ids.tolist() for i, turn in enumerate(sampler.turns[: len(sampler.calls)])}
+
+
+QUESTION = ({"role": "user", "content": "2+2?"},)
+
+
+def play_agent(name: str, engine: Any, n: int, length: int, **spec: Any) -> list[Episode]:
+    """n episodes of an agent on `QUESTION`, which leave no process."""
+    tokenizer, sampling = chat_tokenizer(), Sampling(max_response_length=length)
+    environment_spec = EnvironmentSpec(**{"name": name, "max_turns": 4} | spec)
+    ids = ChatRenderer(tokenizer).encode(ChatRenderer(tokenizer).text(QUESTION))
+    task = Task(ids, "", messages=QUESTION, ground_truth="4", data_source="sums", extra_info={"level": 3})
+    earlier = set(psutil.Process().children(recursive=True))
+    context = EnvironmentContext(environment_spec, tokenizer, sampling, 400)
+    environment = build_environment(environment_spec.name, context)
+    try:
+        members = [(task, member) for member in range(n)]
+        return [*run_episodes(environment, engine, members, sampling, 1, environment_spec, 400)]
+    finally:
+        environment.close()
+        assert not set(psutil.Process().children(recursive=True)) - earlier

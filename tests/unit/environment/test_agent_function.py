@@ -6,26 +6,20 @@ import os
 from pathlib import Path
 from typing import Any
 
-import psutil
 import pytest
 import torch
 
-from rlctl.batch import Episode, Task
-from rlctl.environment.build import build_environment
-from rlctl.environment.protocol import EnvironmentContext
-from rlctl.environment.renderer import ChatRenderer
-from rlctl.environment.run_episodes import run_episodes
+from rlctl.batch import Episode
 from rlctl.errors import UsageError
 from rlctl.rollout.hf import HFRollout
-from rlctl.rollout.protocol import Sampling
-from rlctl.spec.environment import EnvironmentSpec
+from rlctl.run_spec.environment import EnvironmentSpec, environments_without_reward
 from tests.models import tiny_model
 from tests.scripted_engine import ScriptedEngine, chat_tokenizer
+from tests.unit.environment.scripted import play_agent
 
 pytest.importorskip("openai")
 
 AGENTS = Path(__file__).with_name("agents.py")
-MESSAGES = ({"role": "user", "content": "2+2?"},)
 
 
 def play(
@@ -33,18 +27,7 @@ def play(
 ) -> tuple[list[Episode], Any]:
     """n episodes of the agent, and the engine."""
     engine = engine or ScriptedEngine(lambda _: "ok")
-    tokenizer, sampling = chat_tokenizer(), Sampling(max_response_length=length)
-    given = EnvironmentSpec(**{"name": f"{AGENTS}:{agent}", "max_turns": 4} | spec)
-    ids = ChatRenderer(tokenizer).encode(ChatRenderer(tokenizer).text(MESSAGES))
-    task = Task(ids, "", messages=MESSAGES, ground_truth="4", data_source="sums", extra_info={"level": 3})
-    earlier = set(psutil.Process().children(recursive=True))
-    environment = build_environment(given.name, EnvironmentContext(given, tokenizer, sampling, 400))
-    try:
-        members = [(task, member) for member in range(n)]
-        return run_episodes(environment, engine, members, sampling, 1, given, 400), engine
-    finally:
-        environment.close()
-        assert not set(psutil.Process().children(recursive=True)) - earlier
+    return play_agent(f"{AGENTS}:{agent}", engine, n, length, **spec), engine
 
 
 def test_an_agent_returns_a_score_or_leaves_it_to_the_graders() -> None:
@@ -55,6 +38,22 @@ def test_an_agent_returns_a_score_or_leaves_it_to_the_graders() -> None:
         assert (episode.error, episode.stop_reason, episode.response) == ("", "completed", "ok")
         assert (len(episode.sequences), episode.metrics["num_turns"]) == (1, 2.0)
         assert [m["role"] for m in episode.messages] == ["user", "assistant", "user", "assistant"]
+
+
+@pytest.mark.parametrize(
+    ("agent", "reward"),
+    [
+        *[("plain", 3.0), ("Asks", 2.5), ("AsksAsync", 4.0), ("AsksStatic", 2.0)],
+        *[("an_object", 3.0), ("an_async_object", 4.0), ("a_partial", 5.0), ("a_lambda", 2.0)],
+        ("a_bound_method", 5.0),
+    ],
+)
+def test_an_agent_may_be_a_plain_function_or_a_class(agent: str, reward: float) -> None:
+    """Episodes block beside each other: in lockstep all must have asked before any is answered."""
+    episodes, engine = play(agent, n=3, lockstep=True)
+    assert [(episode.error, episode.reward) for episode in episodes] == [("", reward)] * 3
+    assert engine.batches[0] == 3
+    assert environments_without_reward(EnvironmentSpec(name=f"{AGENTS}:{agent}")) == []
 
 
 def test_blocking_agents_do_not_hold_each_other() -> None:
@@ -78,6 +77,11 @@ def test_sixty_four_agents_at_once_on_a_model() -> None:
             logits = model.eval()(sequence.token_ids[None]).logits[0, :-1].float()
         scored = logits.log_softmax(-1).gather(1, sequence.token_ids[1:, None])[:, 0]
         torch.testing.assert_close(scored[sequence.sampled[1:]], sequence.log_probs, atol=1e-4, rtol=0)
+
+
+def test_an_agent_that_asks_on_after_its_reward_keeps_it() -> None:
+    episodes, _ = play("calls_on", n=3)
+    assert [(e.error, e.reward, e.stop_reason) for e in episodes] == [("", 1.0, "completed")] * 3
 
 
 def test_an_agent_may_be_a_program() -> None:
@@ -133,8 +137,25 @@ def test_what_the_policy_wrote_does_not_exclude_an_episode() -> None:
 
 @pytest.mark.parametrize(
     ("agent", "message"),
-    [("takes_less", "called with three arguments"), ("is_no_coroutine", "async function")],
+    [
+        ("takes_less", "called with three arguments"),
+        ("plain_takes_less", "called with three arguments"),
+        ("TakesLess", "called with three arguments"),
+        ("NeedsAnArgument", "created without arguments"),
+        ("yields", "does not yield"),
+        ("yields_async", "does not yield"),
+        ("yielding_object", "does not yield"),
+        ("partial_that_lacks", "called with three arguments"),
+        ("positional_only", "called with three arguments"),
+        ("Callable", "no method `reset`"),
+    ],
 )
 def test_an_agent_of_another_form_is_refused(agent: str, message: str) -> None:
     with pytest.raises(UsageError, match=message):
         play(agent)
+
+
+@pytest.mark.parametrize("name", ["a_number", "a_list", "not_there"])
+def test_what_cannot_be_called_is_refused_by_the_spec(name: str) -> None:
+    with pytest.raises(ValueError, match=r"is not a function|no such function"):
+        EnvironmentSpec(name=f"{AGENTS}:{name}")

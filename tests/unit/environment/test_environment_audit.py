@@ -12,9 +12,11 @@ from rlctl.environment.protocol import EnvironmentContext
 from rlctl.environment.renderer import ChatRenderer
 from rlctl.errors import UsageError
 from rlctl.rollout.protocol import Sampling
-from rlctl.spec.environment import EnvironmentSpec
+from rlctl.run_spec.environment import EnvironmentSpec
 from tests.unit.environment.templates import tokenizer_of
 
+#: Environments whose rows have ground truths.
+KNOWS_TRUTH = ("ShowsAnswer", "KeepsStateOnTheClass")
 FILE = Path(__file__).with_name("broken.py")
 
 
@@ -25,7 +27,7 @@ def _audit(name: str, *, episodes: int = 16) -> EnvironmentAudit:
     for word in ("banana", "cherry", "orange"):
         messages = ({"role": "user", "content": "Guess the word."},)
         text = renderer.text(messages)
-        given = {"extra_info": {"word": word}, "ground_truth": word if name == "ShowsAnswer" else ""}
+        given = {"extra_info": {"word": word}, "ground_truth": word if name in KNOWS_TRUTH else ""}
         tasks.append(Task(renderer.encode(text), text, messages=messages, **given))  # type: ignore[arg-type]
     limit = "1s" if "Hang" in name else "10s"
     spec = EnvironmentSpec(name=f"{FILE}:{name}", max_turns=3, tool_timeout=limit)
@@ -65,7 +67,7 @@ def test_a_sound_environment_has_no_finding() -> None:
         ("NeverEnds", "never_ends"),
         ("ExcludedByThePolicy", "policy_excludes"),
         ("LeavesFiles", "leaves_files"),
-        ("LeavesProcesses", "leaves_processes"),
+        ("leaves_processes", "leaves_processes"),
     ],
 )
 def test_faults_are_named(name: str, finding: str) -> None:
@@ -73,6 +75,18 @@ def test_faults_are_named(name: str, finding: str) -> None:
     assert [one.name for one in audit.findings] == [finding]
     failed = [e for played in audit.played for e in played.episodes if e.error]
     assert all(episode.reward is None for episode in failed)
+
+
+@pytest.mark.parametrize("name", ["KeepsStateInTheModule", "KeepsStateOnTheClass", "BeginsOnce"])
+def test_state_that_reaches_the_next_episode_is_found(name: str) -> None:
+    audit = _audit(name)
+    [finding] = [one for one in audit.findings if one.name == "state_leaks"]
+    assert finding.severity == "critical"
+    assert "in a process of its own" in finding.what
+
+
+def test_state_that_changes_nothing_is_no_leak() -> None:
+    assert _audit("CachesInTheModule").findings == []
 
 
 @pytest.mark.parametrize(

@@ -24,7 +24,7 @@ from rlctl.environment.renderer import ChatRenderer
 from rlctl.environment.run_episodes import run_episodes
 from rlctl.processes import free_port
 from rlctl.rollout.protocol import Sampling
-from rlctl.spec.environment import EnvironmentSpec
+from rlctl.run_spec.environment import EnvironmentSpec
 from tests.scripted_engine import ScriptedEngine, chat_tokenizer
 
 EXAMPLES = Path(__file__).parents[3] / "examples"

@@ -8,6 +8,7 @@ import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -15,6 +16,8 @@ import torch
 
 from rlctl.algos.segments import Segments
 from rlctl.batch import Episode, Task
+from rlctl.data.prompts import PromptDataset
+from rlctl.data.schema import Message, Row
 from rlctl.engine.ranks import Ranks
 from rlctl.environment.build import EpisodeSource
 from rlctl.environment.protocol import EnvironmentFault, Outcome, Sampler
@@ -23,10 +26,10 @@ from rlctl.metric_names import describe
 from rlctl.reward.build import Reward
 from rlctl.reward.protocol import Graded, RewardResult, Scorer
 from rlctl.rollout.protocol import Sampling
-from rlctl.spec.environment import EnvironmentSpec
-from rlctl.spec.load import load_spec
-from rlctl.spec.rollout import OverlongSpec
-from rlctl.train.score_batch import estimated, train_batch
+from rlctl.run_spec.environment import EnvironmentSpec
+from rlctl.run_spec.load import load_spec
+from rlctl.run_spec.rollout import OverlongSpec
+from rlctl.train.score_batch import train_batch, with_advantages
 from rlctl.train.step_metrics import (
     environment_metrics,
     environment_sums,
@@ -37,7 +40,9 @@ from rlctl.train.step_metrics import (
     turn_sums,
 )
 from rlctl.train.update import mini_batches
-from tests.episodes import RandomEngine, task_of
+from tests.episodes import RandomEngine, flat, task_of
+from tests.scripted import SAMPLING as LONG
+from tests.scripted import TOKENIZER, ScriptedEngine, asked, source_of
 
 CPU = torch.device("cpu")
 ALONE = Ranks(0, 1, CPU)
@@ -68,7 +73,7 @@ def groups_of(fails, *, n: int = 3, count: int = 4, **given):
     source = EpisodeSource(EnvironmentSpec(name="single_turn", others=["x"], **given), None, 1000)
     source._built["x"] = environment
     tasks = [task_of(group, environment="x") for group in range(count)]
-    return source.groups(RandomEngine(), tasks, n, Sampling(4), 5), environment
+    return source.groups(RandomEngine(), tasks, n, Sampling(4), 5).groups, environment
 
 
 def test_a_group_with_enough_members_is_not_sampled_again() -> None:
@@ -170,7 +175,7 @@ def test_groups_of_several_threads_share_one_environment_and_its_limit(monkeypat
     tasks = [task_of(group, environment="x") for group in range(8)]
     with ThreadPoolExecutor(8) as threads:
         sampled = [threads.submit(source.groups, RandomEngine(), [task], 2, Sampling(4), 5) for task in tasks]
-        assert all(not episode.error for each in sampled for group in each.result() for episode in group)
+        assert not any(error for each in sampled for error in each.result().errors)
     assert len(built) == 1
     assert 2 <= built[0].most <= 5
 
@@ -185,7 +190,7 @@ SPEC = load_spec(
 
 def graded_of(fails) -> Graded:
     groups, _ = groups_of(fails, max_retries=0)
-    return Graded(groups, reward_of().score([e for group in groups for e in group]), None, {})
+    return Graded(flat(groups), reward_of().score([e for group in groups for e in group]), None, {})
 
 
 def test_advantages_and_mini_batches_of_groups_with_missing_members() -> None:
@@ -195,7 +200,7 @@ def test_advantages_and_mini_batches_of_groups_with_missing_members() -> None:
     assert batch.group_ids.tolist() == [0, 0, 1, 1, 1, 2, 2, 2]
     assert batch.members.tolist() == [0, 1, 0, 1, 2, 0, 1, 2]
     assert [part.tolist() for part in mini_batches(batch, 2, 2)] == [[0, 1, 2, 3, 4], [5, 6, 7]]
-    found = estimated(batch, SPEC.algorithm).advantages
+    found = with_advantages(batch, SPEC.algorithm, ALONE).advantages
     last = batch.units.episode.starts + batch.units.episode.lengths - 1
     expected = [-1.0, 1.0, -1.5, 0.0, 1.5, -1.5, 0.0, 1.5]
     assert found[last].tolist() == expected
@@ -242,7 +247,7 @@ def test_metrics_of_episodes() -> None:
 def test_too_many_failures_end_the_run_with_the_first_of_them() -> None:
     graded = graded_of(lambda _, group, member: group > 0)
     spec = SPEC.model_copy(update={"environment": SPEC.environment.model_copy(update={"name": "a.py:A"})})
-    run = SimpleNamespace(ranks=ALONE, spec=spec, policy_version=0)
+    run = SimpleNamespace(ranks=ALONE, spec=spec, policy_version=0, tokenizer=range(20))
     with pytest.raises(RunFailure, match=r"9 of 12 episodes failed.*refused"):
         metrics_of_episodes(run, graded)
     few = graded_of(lambda _, group, member: group == 0 and member == 0)
@@ -266,7 +271,9 @@ def test_mismatch_by_turn() -> None:
 
 def test_an_episode_without_a_turn_can_be_counted() -> None:
     failed = Episode(task_of(), 0, (), "", "environment_error", error="refused")
-    graded = Graded([(failed,)], RewardResult(torch.zeros(1), torch.zeros(1, dtype=torch.bool)), None, {})
+    graded = Graded(
+        flat([(failed,)]), RewardResult(torch.zeros(1), torch.zeros(1, dtype=torch.bool)), None, {}
+    )
     assert episode_sums(graded, 0, 10)["episode/num_failed"] == 1.0
     assert environment_sums(graded, [])["observed"] == 0.0
     assert train_batch(SPEC, ALONE, graded, 0).num_episodes == 0
@@ -278,3 +285,68 @@ def test_names_in_the_data_are_checked_before_anything_is_sampled() -> None:
     source.check([task_of(0), task_of(1, environment="b.py:B")])
     with pytest.raises(UsageError, match=r"row 2 of the data chooses the environment '/tmp/evil.py:E'"):
         source.check([task_of(2, environment="/tmp/evil.py:E")])
+
+
+# --- first prompts that do not fit ---------------------------------------------------------------------
+TALKATIVE = """
+    class Game:
+        def reset(self, words: int = 0, **row) -> str:
+            return "x" * words
+
+        def look(self, at: str) -> str:
+            '''Looks at something, and says what is there.
+
+            Args:
+                at: What to look at.
+            '''
+            return "nothing"
+
+        def get_reward(self) -> float:
+            return 1.0
+"""
+
+
+def limited(folder: Path, max_prompt_length: int) -> EpisodeSource:
+    source = source_of(folder, TALKATIVE)
+    return EpisodeSource(source.spec, TOKENIZER, 4000, None, max_prompt_length)
+
+
+def test_the_first_length_has_the_descriptions_of_tools(tmp_path: Path) -> None:
+    with contextlib.closing(limited(tmp_path, 3999)) as source:
+        task = asked()
+        [[episode]] = source.groups(ScriptedEngine(lambda _: "done"), [task], 1, LONG, 0).groups
+        assert source.first_length(task) == episode.num_prompt > len(task.prompt_ids) + 100
+
+
+def test_a_first_prompt_that_is_too_long_ends_before_anything_is_sampled(tmp_path: Path) -> None:
+    with contextlib.closing(limited(tmp_path, 3999)) as source:
+        fits = source.first_length(asked()) + 40
+    with contextlib.closing(limited(tmp_path, fits)) as source:
+        engine = ScriptedEngine(lambda _: "done")
+        tasks = [asked(0, extra_info={"words": 20}), asked(1, extra_info={"words": 60})]
+        short, long = source.groups(engine, tasks, 2, LONG, 0).groups
+    assert [episode.error for episode in short] == ["", ""]
+    assert len(engine.read) == 2, "the long ones are not sampled, nor sampled again"
+    for episode in long:
+        assert (episode.stop_reason, episode.num_sampled) == ("prompt_overlong", 0)
+        assert f"first prompt has {fits + 20} tokens, more than {fits}" in episode.error
+    rewards = RewardResult(torch.tensor([1.0, 1.0, 0.0, 0.0]), torch.tensor([True, True, False, False]))
+    graded = Graded(flat([short, long]), rewards, None, {})
+    sums = {name: float(value) for name, value in episode_sums(graded, 0, fits).items()}
+    assert (sums["episode/num_failed"], sums["episode/num_overlong_prompts"]) == (0.0, 2.0)
+    assert episode_metrics(sums, compares_siblings=False)["prompt_length/mean"] == fits - 20
+    spec = load_spec([], [], {"data.filter_overlong_prompts": False, "model.path": "embedded"}).spec
+    run = SimpleNamespace(ranks=ALONE, spec=spec, policy_version=0, tokenizer=range(200))
+    with pytest.raises(RunFailure, match=r"row 0: its first prompt has .* tokens, more than"):
+        metrics_of_episodes(run, graded)
+
+
+def test_rows_whose_tools_do_not_fit_are_left_out_or_refused(tmp_path: Path) -> None:
+    rows = [Row("a", (Message("user", "q" * length),), "1", index=length) for length in (1, 50, 99)]
+    with contextlib.closing(limited(tmp_path, 3999)) as source:
+        lengths = [source.first_length(asked(text="q" * length)) for length in (1, 50, 99)]
+        given = {"max_prompt_length": lengths[1], "first_length": source.first_length}
+        kept = PromptDataset(rows, TOKENIZER, filter_overlong=True, **given)
+        assert ([row.index for row in kept.rows], kept.num_dropped) == ([1, 50], 1)
+        with pytest.raises(UsageError, match=f"has {lengths[2]} tokens, descriptions of tools included"):
+            PromptDataset(rows, TOKENIZER, filter_overlong=False, **given)

@@ -14,9 +14,9 @@ from rlctl.data.read import load_rows
 from rlctl.environment.build import EpisodeSource
 from rlctl.environment.guess_number import HIGHER, LOWER, MAX_GUESSES, NUMBERS, PROMPT, GuessNumber
 from rlctl.rollout.protocol import Sampling
-from rlctl.spec.environment import EnvironmentSpec
-from rlctl.spec.load import load_spec
-from rlctl.spec.model import EOS, RECIPE, VOCABULARY
+from rlctl.run_spec.environment import EnvironmentSpec
+from rlctl.run_spec.load import load_spec
+from rlctl.run_spec.model import EOS, RECIPE, VOCABULARY
 from rlctl.tiny import game
 from rlctl.tiny.model import build_tokenizer
 

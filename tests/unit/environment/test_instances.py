@@ -29,7 +29,7 @@ class Game:
 @pytest.fixture
 def instances(tmp_path: Path):
     (tmp_path / "game.py").write_text(CODE)
-    found = Instances(str(tmp_path / "game.py"), "Game")
+    found = Instances(str(tmp_path / "game.py"), "Game", is_fresh=True)
     yield found
     found.close()
 
@@ -48,6 +48,12 @@ def assert_ends(*pids: int) -> None:
             return
         time.sleep(0.02)
     raise AssertionError([pid for pid in pids if is_alive(pid)])
+
+
+def starter_of(instances: Instances) -> psutil.Process:
+    """The process that forks those of the episodes."""
+    [starter] = psutil.Process(instances._process.pid).children()
+    return starter
 
 
 async def number(instance, method: str, timeout_s: float = 30.0) -> int:
@@ -142,12 +148,13 @@ def test_the_start_of_an_instance_holds_no_other_episode(instances: Instances) -
     """The process that starts them may be slow: others go on meanwhile."""
 
     async def main() -> None:
-        os.kill(instances._process.pid, signal.SIGSTOP)
+        starter = starter_of(instances)
+        starter.suspend()
         manager = instances.instance()
         starting = asyncio.ensure_future(manager.__aenter__())
         await asyncio.sleep(0.1)
         assert not starting.done()
-        os.kill(instances._process.pid, signal.SIGCONT)
+        starter.resume()
         assert (await starting).is_alive
         await manager.__aexit__(None, None, None)
 
@@ -155,18 +162,19 @@ def test_the_start_of_an_instance_holds_no_other_episode(instances: Instances) -
 
 
 def test_an_abandoned_start_leaves_no_process(instances: Instances) -> None:
+    starter = starter_of(instances)
+
     async def main() -> None:
-        os.kill(instances._process.pid, signal.SIGSTOP)
+        starter.suspend()
         with pytest.raises(TimeoutError):
             await asyncio.wait_for(instances.instance().__aenter__(), 0.1)
-        os.kill(instances._process.pid, signal.SIGCONT)
+        starter.resume()
         async with instances.instance() as later:  # the earlier one was started before it
             assert later.is_alive
 
     asyncio.run(main())
-    parent = psutil.Process(instances._process.pid)
-    psutil.wait_procs(parent.children(), timeout=10)
-    assert parent.children() == []
+    psutil.wait_procs(starter.children(), timeout=10)
+    assert starter.children() == []
 
 
 def test_what_an_episode_imports_late_is_imported_once(tmp_path: Path) -> None:
@@ -186,7 +194,7 @@ class Game:
         return known
 """
     (tmp_path / "game.py").write_text(code)
-    instances = Instances(str(tmp_path / "game.py"), "Game")
+    instances = Instances(str(tmp_path / "game.py"), "Game", is_fresh=True)
 
     async def main() -> list[str]:
         found = []

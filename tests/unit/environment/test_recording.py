@@ -92,9 +92,9 @@ def test_experts_are_those_of_the_turn_that_computed_a_token_first() -> None:
     assert second.experts is None
     assert first.experts.dtype == torch.int16
     batch = TokenBatch.of([Episode(Task([1], ""), 0, (first, second), "")])
-    assert batch.experts is not None
-    assert batch.experts[:, 0, 1].tolist() == [5, 5, 5, 6, 6, 6, 6, 6, -1, -1, -1]
-    assert batch.inputs.experts is batch.experts
+    assert "experts" in batch.columns
+    assert batch.column("experts")[:, 0, 1].tolist() == [5, 5, 5, 6, 6, 6, 6, 6, -1, -1, -1]
+    assert batch.inputs.experts is batch.column("experts")
 
 
 def test_a_turn_without_a_token_leaves_a_sequence_that_can_be_batched() -> None:

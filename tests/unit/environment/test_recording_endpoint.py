@@ -6,20 +6,21 @@ import asyncio
 import json
 import threading
 from collections.abc import Awaitable, Callable
+from dataclasses import replace
 from typing import Any
 
 import httpx
 import pytest
 
 from rlctl.batch import Episode, Task
-from rlctl.environment.chat_completions import RecordedChat
 from rlctl.environment.endpoint import Endpoint
 from rlctl.environment.protocol import Outcome, Sampler
+from rlctl.environment.recorded_chat import RecordedChat
 from rlctl.environment.renderer import ChatRenderer
 from rlctl.environment.run_episodes import run_episodes
 from rlctl.errors import RunFailure
 from rlctl.rollout.protocol import Sampling
-from rlctl.spec.environment import EnvironmentSpec
+from rlctl.run_spec.environment import EnvironmentSpec
 from tests.scripted_engine import END, ScriptedEngine
 from tests.unit.environment.scripted import ADD
 
@@ -38,12 +39,13 @@ def _calling(arguments: str) -> list[dict[str, Any]]:
 class Programs:
     """An environment whose episode is a coroutine with a client."""
 
-    def __init__(self, engine: ScriptedEngine, program: Program) -> None:
+    def __init__(self, engine: ScriptedEngine, program: Program, sampling: Sampling) -> None:
         self._renderer, self._program = ChatRenderer(engine.tokenizer), program
+        self._sampling = sampling
         self.returned: list[Any] = []
 
     async def run(self, task: Task, sampler: Sampler) -> Outcome:
-        chat = RecordedChat(self._renderer, sampler, task)
+        chat = RecordedChat(self._renderer, sampler, task, self._sampling)
         async with Endpoint(chat) as endpoint:
             given = {"base_url": endpoint.base_url, "api_key": endpoint.api_key, "max_retries": 0}
             async with openai.AsyncOpenAI(**given) as client:
@@ -59,14 +61,22 @@ class Programs:
         """Nothing to end."""
 
 
-def play(engine: Any, program: Program, n: int = 1, **spec: Any) -> tuple[list[Episode], list[Any]]:
+def play(
+    engine: Any,
+    program: Program,
+    n: int = 1,
+    temperature: float = 1.0,
+    length: int = 4000,
+    **spec: Any,
+) -> tuple[list[Episode], list[Any]]:
     """Episodes of `QUESTION`, and what their programs returned."""
+    sampling = replace(SAMPLING, temperature=temperature)
     renderer = ChatRenderer(engine.tokenizer)
     ids = renderer.encode(renderer.text(QUESTION))
-    environment = Programs(engine, program)
+    environment = Programs(engine, program, sampling)
     members = [(Task(ids, "", messages=tuple(QUESTION)), member) for member in range(n)]
     spec = {"name": "single_turn", "max_turns": 8} | spec
-    episodes = run_episodes(environment, engine, members, SAMPLING, 1, EnvironmentSpec(**spec), 4000)
+    episodes = run_episodes(environment, engine, members, sampling, 1, EnvironmentSpec(**spec), length)
     return episodes, environment.returned
 
 
@@ -288,10 +298,11 @@ def test_a_request_limits_its_own_tokens() -> None:
     ("more", "named"),
     [
         ({"n": 2}, "n=2"),
-        ({"stop": ["x"]}, "stop"),
+        ({"stop": [""]}, "stop"),
+        ({"stop": 7}, "stop"),
         ({"logprobs": True}, "logprobs"),
         ({"response_format": {"type": "json_object"}}, "response_format"),
-        ({"tools": [ADD], "tool_choice": "required"}, "tool_choice"),
+        ({"functions": [{"name": "add"}]}, "functions"),
         ({"max_tokens": 0}, "max_tokens"),
         ({"messages": "2+2?"}, "messages"),
         ({"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": {}}]}]}, "message"),

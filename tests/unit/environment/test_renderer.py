@@ -6,8 +6,9 @@ from typing import Any
 
 import pytest
 
-from rlctl.environment.renderer import ChatRenderer, ToolCall, parse_calls
+from rlctl.environment.renderer import ChatRenderer
 from rlctl.errors import UsageError
+from rlctl.tool_calls import ToolCall, parse_calls
 from tests.unit.environment.templates import FAMILIES, byte_tokenizer, tokenizer_of
 
 TOOLS: list[dict[str, Any]] = [
@@ -78,12 +79,27 @@ def test_calls_are_read(text: str, calls: list[ToolCall]) -> None:
         "<tool_call>" + "[" * 100_000 + "</tool_call>",
         '<tool_call>{"name": "f", "arguments": ' + '{"a":' * 50_000 + "</tool_call>",
         "[TOOL_CALLS]no thing",
+        '<tool_call>{"name": "f", "arguments": {"n": NaN}}</tool_call>',
+        '<tool_call>{"name": "f", "arguments": {"n": -Infinity}}</tool_call>',
+        '<tool_call>{"name": "f", "arguments": {"n": 1, "n": 2}}</tool_call>',
+        '<tool_call>{"name": "f", "name": "g", "arguments": {"n": 1}}</tool_call>',
+        '<tool_call>{"name": "f", "arguments": "{\\"n\\": 1, \\"n\\": 2}"}</tool_call>',
+        '<tool_call>{"name": "f", "arguments": 0}</tool_call>',
+        '<tool_call>{"name": "f", "arguments": []}</tool_call>',
     ],
 )
 def test_a_call_that_cannot_be_read_is_named_to_the_policy(text: str) -> None:
     calls, problem = parse_calls(text, TOOLS)
     assert calls == []
     assert problem.startswith("a tool call must be JSON")
+
+
+@pytest.mark.parametrize("empty", ['""', '"  "', "null", "{}", '"{}"'])
+@pytest.mark.parametrize("key", ["arguments", "parameters"])
+def test_no_arguments_may_be_written_in_several_ways(empty: str, key: str) -> None:
+    text = f'{{"name": "f", "{key}": {empty}}}'
+    for written in (f"<tool_call>{text}</tool_call>", f"[TOOL_CALLS][{text}]", text):
+        assert parse_calls(written, TOOLS) == ([ToolCall("f", {})], "")
 
 
 def test_the_calls_before_a_broken_one_are_kept() -> None:

@@ -16,9 +16,11 @@ from rlctl.batch import Episode, Task, Turn
 from rlctl.environment import run_episodes as run_module
 from rlctl.environment.protocol import EnvironmentFault, LimitReached, Outcome, Sampler
 from rlctl.environment.run_episodes import run_episodes
+from rlctl.episodes import Episodes
 from rlctl.errors import RunFailure
-from rlctl.rollout.protocol import Sampling, turn_seed
-from rlctl.spec.environment import EnvironmentSpec
+from rlctl.rollout.protocol import Sampling
+from rlctl.rollout.seeds import turn_seed
+from rlctl.run_spec.environment import EnvironmentSpec
 from rlctl.train.stream import RolloutStream
 from tests.episodes import RandomEngine, same, task_of
 
@@ -306,12 +308,12 @@ def test_numbers_of_numpy_can_be_saved_with_the_groups_that_wait(tmp_path: Path)
             np.str_("yes"), np.float32(0.5), [np.float64(0.25)], "completed", (message,), {"x": np.int64(3)}
         )
 
-    stream = RolloutStream(lambda *_: [tuple(episodes_of(play, groups=1))], ahead=1, last_step=9)
+    stream = RolloutStream(lambda *_: Episodes.of(episodes_of(play, groups=1)), ahead=1, last_step=9)
     stream.take(1)
     stream.save(tmp_path, 0)
     resumed = RolloutStream(lambda *_: [], ahead=1, last_step=9)
     resumed.resume(1, tmp_path, 0)
-    [group] = resumed.take(2)
+    group = resumed.take(2)
     assert [(e.response, e.reward, e.metrics["x"]) for e in group] == [("yes", 0.75, 3.0)] * 2
     assert group[0].messages == ({"role": "user", "content": "hi", "score": "3"},)
 
@@ -341,7 +343,7 @@ def test_an_outcome_that_no_environment_may_return_is_a_fault(outcome, named: st
 
 def test_an_environment_that_is_not_async_is_a_fault() -> None:
     for episode in episodes_of(lambda task, sampler: Outcome("")):
-        assert "TypeError: An asyncio.Future, a coroutine or an awaitable is required" in episode.error
+        assert "TypeError: object Outcome" in episode.error
 
 
 def test_an_error_of_the_engine_ends_the_run_with_its_own_message() -> None:

@@ -12,8 +12,9 @@ import torch
 from rlctl.batch import TokenBatch, TokenLists, Turn
 from rlctl.environment.single_turn import decode, sample_episodes, sample_members
 from rlctl.errors import RunFailure
-from rlctl.rollout.protocol import Sampling, turn_seed
-from rlctl.spec.model import RECIPE
+from rlctl.rollout.protocol import Sampling
+from rlctl.rollout.seeds import turn_seed
+from rlctl.run_spec.model import RECIPE
 from rlctl.tiny.model import build_tokenizer
 from tests.episodes import RandomEngine, same, task_of
 
@@ -101,7 +102,7 @@ def test_an_episode_depends_on_its_group_and_its_place_in_it_only() -> None:
     assert [(e.task.group_id, e.member) for e in whole] == [(g, m) for g in range(4) for m in range(3)]
     assert len({str(episode.sequences[0].token_ids.tolist()) for episode in whole}) == 12
     some = [(tasks[3], 2), (tasks[0], 1)]
-    assert same(sample_members(RandomEngine(), some, SAMPLING, 7, TOKENIZER), [whole[11], whole[1]])
+    assert same([*sample_members(RandomEngine(), some, SAMPLING, 7, TOKENIZER)], [whole[11], whole[1]])
     fewer = sample_episodes(RandomEngine(), tasks[1:2], 2, SAMPLING, 7, TOKENIZER)
     assert same(fewer, whole[3:5])
     other = sample_episodes(RandomEngine(), tasks, 3, SAMPLING, 8, TOKENIZER)
@@ -119,5 +120,5 @@ def test_requests_are_prompts_with_their_seeds_siblings_adjacent() -> None:
 
 def test_nothing_is_asked_for_no_task() -> None:
     engine = RandomEngine()
-    assert sample_episodes(engine, [], 4, SAMPLING, 1, TOKENIZER) == []
+    assert not len(sample_episodes(engine, [], 4, SAMPLING, 1, TOKENIZER))
     assert engine.calls == []

@@ -14,7 +14,7 @@ from rlctl.environment.protocol import EnvironmentContext
 from rlctl.environment.run_episodes import run_episodes
 from rlctl.errors import UsageError
 from rlctl.rollout.protocol import Sampling
-from rlctl.spec.environment import EnvironmentSpec
+from rlctl.run_spec.environment import EnvironmentSpec
 from tests.scripted_engine import ScriptedEngine, chat_tokenizer
 
 SAMPLING = Sampling(max_response_length=40)

@@ -4,8 +4,8 @@ import shutil
 from dataclasses import replace
 
 from rlctl.engine.checkpoint import CHECKPOINTS, TrainerState, begin, publish
-from rlctl.spec.load import RUN_SPEC_FILE, dump_spec, load_spec
-from rlctl.spec.model import RECIPE
+from rlctl.run_spec.load import RUN_SPEC_FILE, dump_spec, load_spec
+from rlctl.run_spec.model import RECIPE
 from rlctl.tiny.embedded import ensure_embedded
 
 #: The embedded model, all but untrained: built in a second.

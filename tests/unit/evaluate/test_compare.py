@@ -9,8 +9,8 @@ from rlctl.errors import UsageError
 from rlctl.evaluate.compare import compare, comparison_page
 from rlctl.evaluate.evaluate_report import Evaluation, write_evaluation
 from rlctl.evaluate.intervals import paired, questions_needed
-from rlctl.evaluate.scores import summarise
-from rlctl.spec.rollout import RewardSpec
+from rlctl.evaluate.scores import score_range, summarise
+from rlctl.run_spec.rollout import RewardSpec
 
 
 @pytest.fixture
@@ -26,7 +26,9 @@ def stored(tmp_path, make_samples):
             | {"max_response_length": 9}
             | sampling,
         }
-        evaluation = Evaluation(about, reward or RewardSpec(), summarise(samples, [1], n), [], 1.0)
+        bounds = score_range(reward or RewardSpec(), samples)
+        scores = summarise(samples, [1], n, bounds=bounds)
+        evaluation = Evaluation(about, reward or RewardSpec(), scores, [], 1.0, bounds)
         write_evaluation(tmp_path / name, evaluation, samples, page=False)
         return tmp_path / name
 
@@ -233,3 +235,15 @@ def test_other_graders_and_other_ground_truths_are_named(stored, make_samples, t
     assert graded.startswith("graded differently")
     assert "math-verify is " in version
     assert truths.startswith("3 shared questions have another ground truth in B")
+
+
+def test_other_prompts_with_the_same_template_are_said(stored, make_samples):
+    """As by variables of the template, which turn thoughts on or off."""
+    samples = make_samples("gsm8k", [[1.0], [0.0], [1.0]])
+    changed = [replace(sample, prompt=f"{sample.prompt}<think></think>") for sample in samples[:2]]
+    same, other = stored("same", samples), stored("other", [*changed, samples[2]])
+    assert not any(
+        "different prompts" in warning for warning in compare(same, stored("again", samples)).warnings
+    )
+    [warning] = [warning for warning in compare(same, other).warnings if "different prompts" in warning]
+    assert warning.startswith("2 shared questions")

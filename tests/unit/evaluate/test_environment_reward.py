@@ -9,7 +9,7 @@ from rlctl.evaluate.evaluation import grade
 from rlctl.evaluate.samples import Response, as_samples, read_samples, write_samples
 from rlctl.evaluate.store import ResponseStore
 from rlctl.reward.build import Reward
-from rlctl.spec.rollout import OverlongSpec
+from rlctl.run_spec.rollout import OverlongSpec
 
 ROWS = [Row("game", (Message("user", "go"),), "")]
 RESPONSES = {(0, 0): Response("a", False, 3, 0.5), (0, 1): Response("b", True, 4)}

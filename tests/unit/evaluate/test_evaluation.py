@@ -45,6 +45,7 @@ def test_results_are_those_of_the_stored_samples(run_dir, task, tmp_path):
         "results.json",
         "samples.parquet",
         "samples.html",
+        "code.json",  # the user's own reward, signed
     }
     results = json.loads((out / "results.json").read_text())
     samples = samples_of(out)

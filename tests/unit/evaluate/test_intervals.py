@@ -53,12 +53,13 @@ def test_all_right_is_not_certainty():
     assert 0.7 < found.low < 0.9
 
 
-def test_rewards_outside_0_and_1_get_students_interval():
-    found = estimate([-1.0, 2.0, 5.0])
+def test_rewards_of_unknown_range_get_students_interval():
+    found = estimate([-1.0, 2.0, 5.0], bounds=None)
     assert found.value == 2.0
     assert found.high - 2.0 == pytest.approx(4.302653 * 3.0 / 3**0.5, rel=1e-6)
-    assert estimate([3.0, 3.0]).low is None
-    assert estimate([1.0, 1.0], is_share=False).low is None  # one token each is no share of 100 %
+    assert estimate([3.0, 3.0], bounds=None).low is None
+    assert estimate([0.0] * 20, bounds=None).low is None  # on which scale?
+    assert estimate([1.0, 1.0], bounds=None).low is None  # one token each is no share of 100 %
 
 
 @pytest.mark.parametrize("value", [0.1, 0.2, 0.7])
@@ -91,3 +92,24 @@ def test_the_standard_error_is_zero_for_equal_values_and_unknown_for_one():
     assert estimate([1.0]).stderr is None
     assert paired([0.5]).stderr is None
     assert paired([0.5, 0.0, 0.25]).stderr == pytest.approx(0.25 / np.sqrt(3))
+
+
+@pytest.mark.parametrize("bounds", [(0.0, 10.0), (-1.0, 1.0), (0.0, 0.25)])
+@pytest.mark.parametrize(("chance", "questions"), [(0.02, 20), (0.1, 20), (0.5, 20), (0.05, 100), (0.97, 50)])
+def test_covers_the_truth_on_any_declared_scale(bounds, chance, questions):
+    rng = np.random.default_rng(0)
+    least, most = bounds
+    hits, repeats = 0, 1000
+    for _ in range(repeats):
+        rewards = np.where(rng.random(questions) < chance, most, least)
+        found = estimate(rewards.tolist(), bounds=bounds)
+        assert least <= found.low <= found.value <= found.high <= most
+        hits += found.low <= least + chance * (most - least) <= found.high
+    assert hits / repeats >= 0.925
+
+
+def test_a_scale_changes_an_interval_in_proportion():
+    values = [0.0, 1.0, 0.25, 0.5, 0.0]
+    share, scaled = estimate(values), estimate([5.0 + 10.0 * value for value in values], bounds=(5.0, 15.0))
+    assert (scaled.low, scaled.high) == pytest.approx((5.0 + 10.0 * share.low, 5.0 + 10.0 * share.high))
+    assert scaled.stderr == pytest.approx(10.0 * share.stderr)

@@ -18,7 +18,7 @@ from rlctl.evaluate.request import EvaluateRequest, Target, check_request
 from rlctl.registry import ROLLOUT_ENGINES, Registry
 from rlctl.rollout import build_vllm
 from rlctl.rollout.hf import HFRollout
-from rlctl.spec.machine import native_dtype
+from rlctl.run_spec.machine import native_dtype
 from tests.unit.evaluate.runs import make_run
 
 
@@ -248,7 +248,10 @@ def test_a_users_engine_samples_with_the_models_weights(task, tmp_path, own_engi
 def test_a_run_is_evaluated_with_its_own_engine_and_parameters(task, tmp_path, own_engine, monkeypatch):
     monkeypatch.chdir(tmp_path)  # the spec has a relative path
     run = make_run(tmp_path / "run", task, "rollout.name=own.py:engine", "rollout.engine_params.max_rows=7")
-    _, found = evaluate(EvaluateRequest(str(run), n=1, limit=2, out=tmp_path / "out"), quiet)
+    asked = EvaluateRequest(str(run), n=1, limit=2, out=tmp_path / "out")
+    with pytest.raises(UsageError, match=r"rollout\.name runs own\.py:engine"):
+        evaluate(asked, quiet)
+    _, found = evaluate(replace(asked, trust=True), quiet)
     assert calls_of(own_engine)[0] == 7
     assert found.about["sampling"]["engine_params"] == {"max_rows": 7}
     plan = check_request(EvaluateRequest(str(run), limit=2, engine=own_engine))
@@ -257,7 +260,7 @@ def test_a_run_is_evaluated_with_its_own_engine_and_parameters(task, tmp_path, o
     for registry in Registry.all:
         registry._parts.pop(own_engine, None)
     with pytest.raises(UsageError, match="--engine hf"):
-        check_request(EvaluateRequest(str(run), limit=2))
+        check_request(EvaluateRequest(str(run), limit=2, trust=True))
     assert check_request(EvaluateRequest(str(run), limit=2, engine="hf")).engine == "hf"
 
 
@@ -286,7 +289,7 @@ CALLS = []
 
 class Aborting(HFRollout):
     def sample(self, requests, sampling):
-        turns = super().sample(requests, sampling)
+        turns = list(super().sample(requests, sampling))
         CALLS.append(len(turns))
         if len(CALLS) in ABORTS:
             turns[0] = replace(turns[0], finish_reason="abort")

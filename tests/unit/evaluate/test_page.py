@@ -14,7 +14,7 @@ from rlctl.evaluate.evaluate_report import Evaluation, results_document, write_e
 from rlctl.evaluate.page import chosen, write_page
 from rlctl.evaluate.samples import EvalSample
 from rlctl.evaluate.scores import summarise
-from rlctl.spec.rollout import RewardSpec
+from rlctl.run_spec.rollout import RewardSpec
 
 playwright = pytest.importorskip("playwright.sync_api", reason="playwright is not installed")
 
@@ -66,6 +66,7 @@ def page_of(tmp_path):
             },
             reward=RewardSpec(),
             scores=summarise(samples, [1, 2], 3),
+            score_range=(0.0, 1.0),
             grader_errors=[f"Traceback\nValueError: {SCRIPT}"],
             seconds=1.0,
         )
@@ -221,7 +222,7 @@ def compared(tmp_path):
             "sampling": {"n": 2, "seed": 1, "greedy": False, "temperature": chance, "top_p": 1.0}
             | {"max_response_length": 9},
         }
-        evaluation = Evaluation(about, RewardSpec(), summarise(samples, [1, 2], 2), [], 1.0)
+        evaluation = Evaluation(about, RewardSpec(), summarise(samples, [1, 2], 2), [], 1.0, (0.0, 1.0))
         write_evaluation(tmp_path / name.replace("/", "_"), evaluation, samples, page=False)
     first = next(path for path in tmp_path.iterdir() if path.name.startswith("a"))
     report = compare(first, tmp_path / "b")

@@ -9,7 +9,7 @@ import pytest
 
 from rlctl.evaluate.evaluate_report import Evaluation, write_evaluation
 from rlctl.evaluate.scores import summarise
-from rlctl.spec.rollout import RewardSpec
+from rlctl.run_spec.rollout import RewardSpec
 from tests.unit.evaluate.runs import make_run
 
 PROGRAM = """
@@ -63,7 +63,7 @@ MISTAKES = [
     (["RUN", "--data", "nowhere.parquet"], 2, "no such file"),
     (["RUN", "--data", "gsm9k"], 2, "gsm8k"),
     (["RUN", "--data", "BROKEN"], 2, "cannot be read as Parquet"),
-    (["RUN", "--data", "BAD"], 2, "1 of 1 rows cannot be used"),
+    (["RUN", "--data", "BAD"], 2, "asks for an answer (ground_truth), and no row has one"),
     (["RUN", "--out", "RUN"], 2, "not empty"),
     (["RUN", "--reward", "nonesuch"], 2, "no such reward"),
     (["RUN", "--reward", "nowhere.py:f"], 2, "no such file"),
@@ -101,7 +101,7 @@ def test_stored_figures_are_compared_without_torch(make_samples, tmp_path):
         samples = make_samples("x", rewards)
         write_evaluation(
             tmp_path / name,
-            Evaluation(about, RewardSpec(), summarise(samples, [1], 2), [], 0.0),
+            Evaluation(about, RewardSpec(), summarise(samples, [1], 2), [], 0.0, (0.0, 1.0)),
             samples,
             page=False,
         )

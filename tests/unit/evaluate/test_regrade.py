@@ -11,7 +11,7 @@ from rlctl.evaluate.evaluation import changes, evaluate, regrade
 from rlctl.evaluate.request import EvaluateRequest, chosen_reward
 from rlctl.evaluate.samples import read_samples
 from rlctl.evaluate.scores import summarise
-from rlctl.spec.rollout import RewardSpec
+from rlctl.run_spec.rollout import RewardSpec
 from rlctl.track.redaction import MASK
 
 
@@ -172,7 +172,7 @@ def stored(tmp_path, make_samples):
             "sampling": {"n": 1, "seed": 1, "greedy": True, "temperature": 1.0, "top_p": 1.0}
             | {"max_response_length": 9},
         }
-        evaluation = Evaluation(about, RewardSpec(), summarise(samples, [1], 1), [], 1.0)
+        evaluation = Evaluation(about, RewardSpec(), summarise(samples, [1], 1), [], 1.0, (0.0, 1.0))
         write_evaluation(tmp_path / "stored", evaluation, samples)
         return tmp_path / "stored"
 

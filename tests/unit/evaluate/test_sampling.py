@@ -14,7 +14,7 @@ from rlctl.environment.build import EpisodeSource
 from rlctl.evaluate.local_model import _batches, sample_responses
 from rlctl.evaluate.samples import as_samples
 from rlctl.rollout.protocol import Sampling
-from rlctl.spec.environment import EnvironmentSpec
+from rlctl.run_spec.environment import EnvironmentSpec
 from rlctl.tiny.model import build_tokenizer
 from tests.unit.evaluate.runs import QUICK
 

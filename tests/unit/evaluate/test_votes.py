@@ -5,6 +5,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from rlctl.evaluate.scores import majority_reward
+from rlctl.reward import maths
+from rlctl.reward.protocol import Sample
+from rlctl.reward.votes import same_answers
 
 
 @pytest.mark.parametrize(
@@ -38,3 +41,23 @@ def test_agrees_with_counting_one_answer_at_a_time_in_any_order(answers, order):
 def test_nobody_voted():
     with pytest.raises(ValueError, match="no response"):
         majority_reward([], [])
+
+
+@pytest.mark.parametrize(
+    ("responses", "groups"),
+    [
+        ([r"\boxed{\frac{1}{3}}", r"\boxed{0.333333}", r"\boxed{0.34}"], [0, 0, 2]),
+        ([r"\boxed{A}", r"\boxed{A. 26}", r"\boxed{B}"], [0, 0, 2]),
+        ([r"\boxed{x=5}", r"\boxed{5}", r"\boxed{y=5}"], [0, 0, 2]),
+        ([r"\boxed{y=2x+3}", r"\boxed{2x+3}", r"\boxed{y=2x+4}"], [0, 0, 2]),
+        ([r"\boxed{x>2}", r"\boxed{(2,\infty)}", r"\boxed{[2,\infty)}"], [0, 0, 2]),
+        ([r"\boxed{(1,2)}", r"\boxed{\langle 1,2\rangle}", r"\boxed{(2,1)}"], [0, 0, 2]),
+    ],
+)
+def test_answers_that_the_grader_holds_equal_are_one(responses, groups):
+    def grade(samples):
+        return [maths.grade(sample.response, sample.ground_truth) for sample in samples]
+
+    samples = [Sample(response, "7") for response in responses]
+    joined = same_answers(samples, list(map(maths.answer_of, responses)), grade)
+    assert [joined.index(answer) for answer in joined] == groups

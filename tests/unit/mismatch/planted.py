@@ -15,7 +15,7 @@ from rlctl.mismatch.causes import Cause, causes
 from rlctl.mismatch.examine import Examination, Sides, examine
 from rlctl.rollout.hf import HFRollout
 from rlctl.rollout.protocol import Request, Sampling
-from rlctl.spec.model import RECIPE
+from rlctl.run_spec.model import RECIPE
 from rlctl.tiny.model import build_tokenizer
 from tests.unit.rollout.test_hf_rollout import TOKENIZER, random_model
 

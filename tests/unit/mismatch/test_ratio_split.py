@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import math
 from dataclasses import replace
+from itertools import pairwise
 from typing import Any
 
 import pytest
@@ -12,10 +13,10 @@ import torch
 from torch import Tensor
 
 from rlctl.algos.segments import to_host
-from rlctl.batch import Episode, ModelInputs, Sequence, Task, TokenBatch
-from rlctl.mismatch.dumped import DumpedStep, Kept, WeightsScorer
+from rlctl.batch import Episode, ModelInputs, Task, TokenBatch, TokenSequence
+from rlctl.mismatch.dumped import DumpedStep, Kept, WeightsScorer, spread_over
 from rlctl.mismatch.ratio_split import RatioSplit, split, split_of_run
-from rlctl.spec.load import load_spec
+from rlctl.run_spec.load import load_spec
 from rlctl.train.step_metrics import ratio_metrics, ratio_sums
 from tests.unit.mismatch.test_who_sampled import sampled
 from tests.unit.rollout.test_hf_rollout import TOKENIZER, random_model
@@ -49,7 +50,7 @@ def spec_of(path: str, *overrides: str) -> Any:
 
 
 def dumped_of(batch: TokenBatch, trained: Tensor) -> DumpedStep:
-    inputs = ModelInputs(batch.token_ids, batch.sampled, batch.lengths, batch.kept)
+    inputs = ModelInputs(batch.token_ids, batch.sampled, batch.lengths, batch.columns.get("kept"))
     return DumpedStep(1, inputs, batch.units.sequence, batch.versions, batch.rollout_log_probs, trained)
 
 
@@ -190,7 +191,7 @@ def episode_of(turns: list[list[int]]) -> Episode:
     sizes = [len(versions) for versions in turns]
     sampled = [False, False, *(flag for size in sizes for flag in [True] * size + [False])]
     count = sum(sizes)
-    sequence = Sequence(
+    sequence = TokenSequence(
         token_ids=torch.full((len(sampled),), 3),
         sampled=torch.tensor(sampled),
         log_probs=torch.full((count,), -1.0),
@@ -218,9 +219,8 @@ def columns(
         versions=recorded,
         turns=torch.zeros(total, dtype=torch.int64),
         rewards=torch.zeros(total),
-        age=age - recorded,
     )
-    return batch, torch.full((total,), -1.0) + torch.tensor(gaps)
+    return batch.with_columns(age=age - recorded), torch.full((total,), -1.0) + torch.tensor(gaps)
 
 
 def test_a_step_splits_what_it_knows() -> None:
@@ -276,7 +276,7 @@ TURNS = [[1, 1, 2, 2], [2, 2, 3], [3, 3, 3], [2, 3], [1], []]
 )
 def test_tokens_behind_keys_and_values_of_older_weights_are_counted(cache: str, count: int) -> None:
     batch = TokenBatch.of([episode_of(TURNS[:2]), *(episode_of([turn]) for turn in TURNS[2:])])
-    batch = replace(batch, age=4 - batch.versions)
+    batch = batch.with_columns(age=4 - batch.versions)
     found = metrics_of(
         batch, batch.rollout_log_probs + 0.1, f"{RC}=false", *IN_FLIGHT, f"rollout.stale_cache={cache}"
     )
@@ -286,7 +286,7 @@ def test_tokens_behind_keys_and_values_of_older_weights_are_counted(cache: str, 
 def test_older_weights_after_newer_ones_read_no_older_cache() -> None:
     """A second turn is sampled by a server that gets the newest weights last; only its last token counts."""
     batch = TokenBatch.of([episode_of([[3, 3], [2, 2, 3]])])
-    batch = replace(batch, age=4 - batch.versions)
+    batch = batch.with_columns(age=4 - batch.versions)
     for cache in ("keep", "clear"):
         given = (f"{RC}=false", *IN_FLIGHT, f"rollout.stale_cache={cache}")
         found = metrics_of(batch, batch.rollout_log_probs, *given)
@@ -299,3 +299,31 @@ def test_only_sampling_in_flight_has_a_stale_cache() -> None:
     nothing, trained = columns([0], [], 4, [])
     found = metrics_of(nothing, trained, f"{RC}=false", *IN_FLIGHT, "rollout.stale_cache=keep")
     assert found == {"stale_cache_fraction": 0.0}
+
+
+@pytest.mark.parametrize("seed", range(8))
+def test_parts_of_a_step_sum_to_the_mean_square(seed: int) -> None:
+    """Also where other tokens happen to be closer than fresh ones, so that a part is negative."""
+    draw = torch.Generator().manual_seed(seed)
+    ages = torch.randint(0, 3, (6,), generator=draw).tolist()
+    versions = [4 - age for age in ages for _ in range(4)]
+    versions[2:4] = [4, 4]
+    scales = torch.tensor([1.0 if version == 4 else 0.2 for version in versions])
+    gaps = scales * torch.randn(24, generator=draw)
+    batch, trained = columns([4] * 6, versions, 4, gaps.tolist())
+    settings = ("rollout.in_flight=true", "rollout.name=vllm", "rollout.stale_cache=keep")
+    settings += ("rollout.mode=server", "rollout.max_staleness=1", f"{RC}=false")
+    for overrides, probed in (((), None), (("rollout.top_p=0.9",), 0.01), (settings, None)):
+        found = metrics_of(batch, trained, *overrides, probed=probed)
+        parts = [found[name] for name in ("engine", "kept_set", "cache", "staleness") if name in found]
+        square = float((trained - batch.rollout_log_probs).double().square().mean())
+        assert sum(parts) == pytest.approx(square, rel=1e-6), overrides
+        assert min(parts) < 0.0 or seed
+
+
+@pytest.mark.parametrize("number", [0, 1, 15, 16, 17, 25, 31, 32, 100])
+def test_rows_are_spread_over_the_dump(number: int) -> None:
+    chosen = spread_over(range(number), 16)
+    assert len(chosen) == len(set(chosen)) == min(number, 16)
+    gaps = [b - a for a, b in pairwise([*chosen, number])]
+    assert not gaps or max(gaps) - min(gaps) <= 1

@@ -54,7 +54,7 @@ def test_the_embedded_model_agrees_with_itself(embedded: Path) -> None:
 
 
 def run_of(run: Path, *overrides: str) -> Path:
-    from rlctl.spec.load import dump_spec, load_spec
+    from rlctl.run_spec.load import dump_spec, load_spec
 
     run.mkdir()
     spec = ["model.path=embedded", "engine.dtype=fp32", "trainer.seed=1", *overrides]

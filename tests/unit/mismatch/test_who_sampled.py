@@ -22,7 +22,7 @@ from rlctl.mismatch.dumped import kept_weights
 from rlctl.mismatch.who_sampled import who_sampled
 from rlctl.rollout.hf import HFRollout
 from rlctl.rollout.protocol import Sampling
-from rlctl.spec.load import dump_spec, load_spec
+from rlctl.run_spec.load import dump_spec, load_spec
 from rlctl.track.open_run import RunRecord
 from rlctl.track.rollouts import RolloutWriter
 from tests.unit.rollout.test_hf_rollout import TEXTS, TOKENIZER, random_model

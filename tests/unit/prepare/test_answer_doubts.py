@@ -51,12 +51,32 @@ def test_prompts_without_a_form_are_a_finding(tmp_path, keys, name, severity):
     assert "no-answer-form" not in found_by_both(tmp_path, rows, name, **options)[1]
 
 
+@pytest.mark.parametrize(
+    ("answers", "severity", "forms"),
+    [
+        (["7", "-1,200", "3/4", "$ 5.50", "12 %"], "info", 5),
+        (["Paris", "Rome", "Oslo", "Bern", "Lima"], "warning", 0),
+        (["Paris", "1914", "Oslo", "7 dwarfs", "\\pi"], "warning", 3),
+    ],
+)
+def test_remarks_about_mathematics_are_for_answers_that_may_be_mathematics(
+    tmp_path, answers, severity, forms
+):
+    rows = [{"question": f"What is thing {i}?", "answer": answer} for i, answer in enumerate(answers)]
+    _, written, seen = found_by_both(tmp_path, rows, "rows.jsonl")
+    assert written["no-grader"][:2] == seen["no-grader"][:2] == (severity, 5)
+    assert [found.get("no-answer-form", ("", 0))[1] for found in (written, seen)] == [forms, forms]
+
+
 @pytest.mark.parametrize("name", ["image", "images", "video", "videos", "audio", "audios"])
-def test_pictures_and_sound_that_nobody_reads_are_a_finding(tmp_path, name):
+def test_rows_with_pictures_and_sound_that_nobody_reads_are_bad_rows(tmp_path, name):
     rows = [{"prompt": f"<image>What is angle {i}?", "answer": str(i), name: []} for i in range(10)]
     rows[3][name] = [{"bytes": "iVBORw0KGgo=", "path": None}]
-    source, written, seen = found_by_both(tmp_path, rows)
-    assert written["media"] == seen["media"] == ("error", 1, (f"{source}:4: {name}",))
+    source = write_jsonl(tmp_path / "in.jsonl", rows)
+    with pytest.raises(UsageError, match=f"in.jsonl:4: column '{name}' has pictures"):
+        prepare(PrepareRequest((str(source),), tmp_path / "out"))
+    (finding,) = (one for one in check(CheckRequest((str(source),))).findings if one.code == "bad-rows")
+    assert (finding.severity, finding.count) == ("error", 1)
 
 
 def test_an_instruction_turned_off_is_a_finding(tmp_path):
@@ -75,6 +95,14 @@ def test_an_instruction_turned_off_is_a_finding(tmp_path):
         ("The last line should be Answer: $Answer", True),
         ("Return the final answer in <answer> </answer> tags.", True),
         ("Write your answer as a single integer.", True),
+        ("Reply with the number only.", True),
+        ("Respond with one integer.", True),
+        ("Answer with a single number.", True),
+        ("Give only the number.", True),
+        ("Just the final integer, please.", True),
+        ("Number only!", True),
+        ("Ann replied to 3 letters. How many only she wrote?", False),
+        ("The only way to 7 is just up.", False),
         ("How many balls are in the box?", False),
         ("Ann answers 3 of 5 letters. How many are left?", False),
         ("Find $m+n$.", False),
@@ -163,11 +191,13 @@ def test_rows_without_an_answer_are_dropped_and_counted(tmp_path):
     assert f"{path}:2: 'proof'" in note
 
 
-def test_an_input_without_any_answer_names_the_column(tmp_path):
-    source = write_jsonl(tmp_path / "math.jsonl", [{"problem": "Find it.", "answer": None}] * 3)
-    with pytest.raises(UsageError, match="3 of 3 rows cannot be used") as caught:
-        prepare(PrepareRequest((str(source),), tmp_path / "out", recipe=Recipe("generic")))
-    assert "answers in 'answer" in caught.value.fix
+def test_an_input_without_any_answer_is_written_for_rewards_that_read_none(tmp_path):
+    rows = [{"problem": f"Find {i}.", "answer": None} for i in range(3)]
+    source = write_jsonl(tmp_path / "math.jsonl", rows)
+    summary = prepare(PrepareRequest((str(source),), tmp_path / "out", recipe=Recipe("generic")))
+    assert summary.counts["train"] + summary.counts["test"] == 3
+    (finding,) = (one for one in summary.report["findings"] if one["code"] == "no-answers")
+    assert (finding["count"], "--answer-key" in finding["fix"]) == (3, True)
 
 
 def test_numbers_of_one_form_are_checked_only_at_first(monkeypatch):

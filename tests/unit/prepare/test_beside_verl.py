@@ -126,9 +126,9 @@ def test_a_slice_that_begins_beyond_two_gigabytes_is_written(tmp_path):
     batch = batch_of([Row("s", (Message("user", "?" * 5),), "1", index=i) for i in range(2)], "train")
     offsets = pa.py_buffer(np.array([beyond, beyond + 5, beyond + 10], dtype=np.int64))
     texts = pa.Array.from_buffers(pa.large_string(), 2, [None, offsets, pa.py_buffer(content)])
-    kind = batch.schema.field("prompt").type
+    kind, turn = batch.schema.field("prompt").type, batch.column("prompt").values
     turns = pa.StructArray.from_arrays(
-        [batch.column("prompt").values.field("role"), texts], fields=list(kind.value_type)
+        [turn.field("role"), texts, turn.field("other")], fields=list(kind.value_type)
     )
     prompts = pa.ListArray.from_arrays(batch.column("prompt").offsets, turns, type=kind)
     path = tmp_path / "a.parquet"

@@ -91,9 +91,9 @@ def test_dropping_keeps_the_first_and_tells_of_other_answers(tmp_path):
     first = gsm8k_rows(copies=3)
     again = {"question": first[0]["question"].upper(), "answer": "#### 99"}
     summary = prepare(request_for(tmp_path, [*first, again, *first[:3]], duplicates="drop"))
-    assert summary.counts["duplicates_dropped"] == 4
-    assert summary.counts["train"] == 18
-    assert summary.report["duplicates"] == {"rows": 4, "word_for_word": 3, "conflicting": 1}
+    assert summary.counts["duplicates_dropped"] == 3
+    assert summary.counts["train"] == 19
+    assert summary.report["duplicates"] == {"rows": 3, "word_for_word": 3, "conflicting": 1}
     (conflict,) = [f for f in manifest(tmp_path)["report"]["findings"] if f["code"] == "conflicting-answers"]
     assert conflict["examples"] == [f"{tmp_path}/in.jsonl:19 and {tmp_path}/in.jsonl:1"]
 

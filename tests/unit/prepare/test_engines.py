@@ -3,6 +3,7 @@
 import os
 import signal
 import time
+from multiprocessing.connection import Connection
 
 import pytest
 
@@ -34,6 +35,18 @@ def fail_at(shared, task):
     return task
 
 
+def die_while_answering(shared, task):
+    """Its process is killed when half of the result is written."""
+
+    def half(connection, data):
+        os.write(connection.fileno(), bytes(data)[: len(data) // 2])
+        os.kill(os.getpid(), signal.SIGKILL)
+
+    if task == shared:
+        Connection._send = half
+    return bytes(1000)
+
+
 @pytest.mark.parametrize("workers", [1, 2])
 def test_results_come_in_order_each_with_its_task(workers):
     assert list(engines.run(add, 10, range(20), workers)) == [(i, 10 + i) for i in range(20)]
@@ -52,9 +65,10 @@ def test_only_a_few_tasks_are_taken_ahead():
         assert len(taken) <= task + 1 + engines.AHEAD * 2
 
 
-def test_a_worker_that_is_killed_is_a_failure_not_a_hang():
+@pytest.mark.parametrize("dies", [die_at, die_while_answering])
+def test_a_worker_that_is_killed_is_a_failure_not_a_hang(dies):
     with pytest.raises(RunFailure, match="a worker process died") as caught:
-        list(engines.run(die_at, 3, range(20), 2))
+        list(engines.run(dies, 3, range(20), 2))
     assert "--workers" in caught.value.fix
 
 

@@ -2,15 +2,17 @@
 
 import sys
 import types
+from itertools import chain
 
 import pyarrow as pa
 import pytest
 
 from rlctl.data.read import load_rows
+from rlctl.data.schema import Message, Row, write_rows
 from rlctl.errors import EnvironmentFailure, UsageError
 from rlctl.evaluate.questions import load_questions
-from rlctl.prepare.hub import hub_name, local_files
-from rlctl.spec.load import load_spec
+from rlctl.prepare.data_files import hub_name, local_files
+from rlctl.run_spec.load import load_spec
 from rlctl.train.preflight import check_inputs, count_rows, local_sources
 
 
@@ -78,18 +80,24 @@ def test_names_of_files(tmp_path, monkeypatch, name):
 def test_what_exists_here_is_not_looked_up(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "openai" / "gsm8k").mkdir(parents=True)
+    write_rows(tmp_path / "openai/gsm8k/train.parquet", "train", [Row("s", (Message("user", "?"),), "1")])
     assert hub_name("openai/gsm8k") is None
     assert local_files(["openai/gsm8k"], split="train") == ["openai/gsm8k"]
+
+
+def sources(spec):
+    found = local_sources(spec)
+    return [list(chain.from_iterable(files.values())) for files in (found.train_files, found.val_files)]
 
 
 def test_training_reads_it_prepared_and_cached(hub, tmp_path):
     given = ["model.path=a/b", "data.train_files=openai/gsm8k@740312a", "data.val_files=openai/gsm8k"]
     spec = load_spec([], [], [*given, "trainer.test_freq=1", "data.train_batch_size=2"]).spec
     assert not [one for one in check_inputs(spec) if one.key.startswith("data.")]
-    assert count_rows(spec.data.train_files) is None
+    assert count_rows(spec) is None
     assert hub.asked == [], "a dry run needs no network"
 
-    _, train, val = local_sources(spec)
+    train, val = sources(spec)
     assert hub.asked == [("openai/gsm8k", "train", "740312a"), ("openai/gsm8k", "test", None)]
     rows = load_rows(train)
     assert [row.ground_truth for row in rows] == [str(i + 1) for i in range(6)]
@@ -97,10 +105,10 @@ def test_training_reads_it_prepared_and_cached(hub, tmp_path):
     assert [row.question for row in load_rows(val)] == [f"test {i} + 1?" for i in range(3)]
     assert all(str(tmp_path / "cache") in file for file in train + val)
     before = {file: (tmp_path / file).stat().st_mtime_ns for file in train}
-    assert local_sources(spec)[1:] == (train, val)
+    assert sources(spec) == [train, val]
     assert {file: (tmp_path / file).stat().st_mtime_ns for file in train} == before, "prepared once"
     hub.rows["train"].append({"question": "New?", "answer": "#### 1"})
-    assert len(load_rows(local_sources(spec)[1])) == 7, "another content is prepared again"
+    assert len(load_rows(sources(spec)[0])) == 7, "another content is prepared again"
 
 
 def test_evaluation_takes_the_same_names(hub):

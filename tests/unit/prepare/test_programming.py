@@ -15,7 +15,7 @@ from rlctl.prepare.recipes import LAYOUTS, Recipe, recognise
 from rlctl.prepare.request import PrepareRequest
 from rlctl.reward.code import CodeScorer
 from rlctl.reward.protocol import Sample
-from rlctl.spec.rollout import RewardSpec
+from rlctl.run_spec.rollout import RewardSpec
 from tests.unit.prepare.helpers import write_jsonl
 from tests.unit.prepare.programs import APPS, APPS_CALL, HUMANEVAL, LCB, LCB_CALL, MBPP, PROGRAMS, compressed
 

@@ -124,6 +124,14 @@ RECORDS = {
         {"input": "2 + 3?", "label": 5, "datasource": "sums"},
         ("sums", "2 + 3?", "5", "2 + 3?"),
     ),
+    "alpaca": (
+        {"instruction": "Add.", "input": "2 + 5", "output": "7"},
+        ("file", "Add.\n\n2 + 5", "7", "Add.\n\n2 + 5"),
+    ),
+    "conversation": (
+        {"conversations": [{"from": "human", "value": "2 + 6?"}, {"from": "gpt", "value": " 8"}]},
+        ("file", "2 + 6?", "8", "2 + 6?"),
+    ),
     "generic": ({"prompt": "2 + 4?", "answer": "6"}, ("file", "2 + 4?", "6", "2 + 4?")),
 }
 
@@ -183,7 +191,7 @@ def test_extra_info_is_kept_whole():
     assert read(VERL).answer == "#### 2"
     assert dict(read(RECORDS["dapo-math"][0]).extra) == {"original_index": "9a9b6eb4-a1cb"}
     assert read(RECORDS["dapo-math"][0]).style == "rule-lighteval/MATH_v2"
-    assert dict(read(RECORDS["math"][0]).extra) == {"level": "Level 1", "type": "Algebra"}
+    assert dict(read(RECORDS["math"][0]).extra) == RECORDS["math"][0]
 
 
 def test_an_answer_in_a_column_of_its_own_comes_before_the_solution():
@@ -270,7 +278,8 @@ def test_a_choice_is_named_by_number_label_or_text(answer, choices, letter):
         ("verl", {**VERL, "data_source": None}, "data_source is null"),
         ("verl", {**VERL, "data_source": " "}, "data_source is empty"),
         ("verl", {**VERL, "extra_info": {"note": "\ud800"}}, "UTF-8"),
-        ("trl", {"prompt": "p", "label": True}, "type bool"),
+        ("trl", {"prompt": "p", "label": {"a": 1}}, "label' has the fields a: name one"),
+        ("trl", {"prompt": "p", "label": float("nan")}, "label' is nan"),
         ("trl", {"prompt": []}, "no messages"),
         ("openrlhf", {"input": "p"}, "no column 'label' or 'answer'"),
         ("generic", {"prompt": {"a": 1}, "answer": "1"}, "not text or a list"),
@@ -344,11 +353,35 @@ def test_parts_of_text_are_one_text():
         read({"messages": [{"role": "user", "content": parts}], "answer": "2"})
 
 
-def test_a_list_of_one_answer_is_that_answer():
+def test_a_list_of_one_answer_is_that_answer_and_one_of_several_their_list():
     assert read({"problem": "1+1?", "answer": ["2"]}).ground_truth == "2"
     assert read({"question": "1+1?", "answer": [2.0]}).ground_truth == "2"
+    assert read({"question": "1+1?", "answer": ["2", "two", 3]}).ground_truth == '["2", "two", "3"]'
     with pytest.raises(RowError, match="of type list"):
-        read({"question": "1+1?", "answer": ["2", "3"]})
+        read({"question": "1+1?", "answer": ["2", ["3"]]})
+
+
+@pytest.mark.parametrize(
+    ("answer", "truth"),
+    [
+        (["2", "3"], '["2", "3"]'),
+        ([2, 3.5], '["2", "3.5"]'),
+        (True, "True"),
+        ([False], "False"),
+        (0, "0"),
+        ([], ""),
+        (["a", None], "a"),
+        ([float("nan")], None),
+        (float("inf"), None),
+        ({"a": 1}, None),
+    ],
+)
+def test_answers_of_every_type(answer, truth):
+    if truth is None:
+        with pytest.raises(RowError, match="answer'"):
+            read({"question": "1+1?", "answer": answer})
+    else:
+        assert read({"question": "1+1?", "answer": answer}).ground_truth == truth
 
 
 def test_a_column_with_the_system_message_is_used_unless_the_conversation_has_one():

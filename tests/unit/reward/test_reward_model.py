@@ -13,13 +13,12 @@ from transformers import (
     PreTrainedTokenizerFast,
 )
 
-from rlctl.batch import Episode, Task, Turn
-from rlctl.batch import Sequence as TokenSequence
+from rlctl.batch import Episode, Task, TokenSequence, Turn
 from rlctl.errors import EnvironmentFailure, RunFailure, UsageError
 from rlctl.reward.build import build_reward
 from rlctl.reward.model import ModelScorer
 from rlctl.reward.protocol import Failure, Sample
-from rlctl.spec.rollout import RewardModelSpec, RewardSpec
+from rlctl.run_spec.rollout import RewardModelSpec, RewardSpec
 
 WORDS = ["<pad>", "<s>", "</s>", "<unk>", "user", "assistant", *"abcdefgh"]
 TEMPLATE = "{% for m in messages %}{{ m.role }} {{ m.content }} </s> {% endfor %}"

@@ -18,6 +18,7 @@ from pathlib import Path
 import pytest
 
 from rlctl.errors import EnvironmentFailure
+from rlctl.processor_time import thread_waits
 from rlctl.reward.sandbox import confine, run_program, system_calls
 from rlctl.reward.sandbox.run_program import Limits, NotRun, check_sandbox
 
@@ -383,7 +384,7 @@ def test_endless_programs_are_ended():
 def test_time_in_the_queue_for_a_processor_is_not_the_programs(monkeypatch):
     """On a busy machine a program may take longer; a machine that is too busy is no outcome of a program."""
     waits = itertools.count(0.0, 9.0)  # all time that passes
-    monkeypatch.setattr(run_program._Meter, "_waits", lambda self: {"1": next(waits)})
+    monkeypatch.setattr(run_program, "thread_waits", lambda pids: {"1": next(waits)})
     program = "import time\ntime.sleep(1.5)\nprint(1)"
     assert run_program.run_program(program, Limits(0.3, 256)).stdout == "1\n"
     with pytest.raises(NotRun, match="too busy"):
@@ -395,33 +396,35 @@ def test_waiting_for_a_processor_is_measured():
     """Two processes on one core: each waits about as long as it runs."""
     code = "import os\nos.sched_setaffinity(0, {min(os.sched_getaffinity(0))})\nwhile True: pass"
     both = [subprocess.Popen([sys.executable, "-c", code]) for _ in range(2)]
-    meter = run_program._Meter([both[0].pid], 60.0)
-    before = meter._waits()
-    while run_program.cpu_seconds(both[0].pid) < 0.1:
-        time.sleep(0.02)
-    after = meter._waits()
-    assert not meter.is_over()
-    for process in both:
-        process.kill()
-        process.wait()
+    try:
+        meter = run_program._Meter([both[0].pid], 60.0)
+        before = thread_waits([both[0].pid])
+        while run_program.cpu_seconds(both[0].pid) < 0.1:
+            time.sleep(0.02)
+        after = thread_waits([both[0].pid])
+        assert not meter.is_over()
+    finally:
+        for process in both:
+            process.kill()
+            process.wait()
     (thread,) = after
     assert after[thread] > before[thread]
-    assert 0.0 < meter._waited < time.monotonic() - meter._start
-    assert meter._waits() == {}  # it has ended
+    assert 0.0 < meter._waits.waited < time.monotonic() - meter._start
+    assert thread_waits([both[0].pid]) == {}  # it has ended
 
 
 def test_waits_of_threads_are_not_added_up(monkeypatch):
     """A program whose threads wait for each other must not turn its time limit into a busy machine."""
     clock, waits = [0.0], {}
     monkeypatch.setattr(run_program.time, "monotonic", lambda: clock[0])
-    monkeypatch.setattr(run_program._Meter, "_waits", lambda self: dict(waits))
+    monkeypatch.setattr(run_program, "thread_waits", lambda pids: dict(waits))
     meter = run_program._Meter([], 1.0)
     for tick in range(1, 10):  # in each tick one more thread runs for the first time, after all that time
         clock[0] = tick / 10
         waits = {str(thread): max(0.0, min(tick, thread) / 10) for thread in range(10)}
         waits["unseen"] = 50.0
         assert not meter.is_over()
-    assert meter._waited <= 0.9
+    assert meter._waits.waited <= 0.9
     clock[0] = 4.0
     assert meter.is_over()
 

@@ -18,12 +18,13 @@ import torch
 
 from rlctl.batch import Turn
 from rlctl.rollout.protocol import EngineContext, Request, Sampling
+from rlctl.rollout.reported_weights import WEIGHTS_HEADER
 from rlctl.rollout.server_access import ONE_TOKEN
 from rlctl.rollout.server_client import ServerClient
 from rlctl.rollout.vllm_server import GENERATE, VLLMServerRollout
 from rlctl.rollout.weight_sync import WeightSync
 from rlctl.rollout.weights import PublishedWeights, VersionedDir
-from rlctl.spec.load import load_spec
+from rlctl.run_spec.load import load_spec
 from tests.unit.rollout.test_hf_rollout import TOKENIZER, random_model
 
 SAMPLING = Sampling(max_response_length=5)
@@ -58,6 +59,7 @@ class Server(ThreadingHTTPServer):
         self.scales_out, self.scheduling_policy = True, "priority"  # as started for sampling in flight
         #: of the next answers, by span of tokens; None: as of an older vLLM, which reports none
         self.weight_versions: list[list[dict[str, Any]] | None] = []
+        self.reports: list[str] = []  # headers of the next completions: weights at their start and end
         self.used_blocks = 0  # number of times that the cache cannot be reset
         self.adapters: list[str] = []
         self.weight_version = "default"
@@ -193,6 +195,8 @@ class Handler(BaseHTTPRequestHandler):
         text = (body if isinstance(body, str) else json.dumps(body)).encode()
         self.send_response(code)
         self.send_header("Content-Length", str(len(text)))
+        if self.path == "/v1/completions" and self.server.reports:
+            self.send_header(WEIGHTS_HEADER, self.server.reports.pop())
         self.end_headers()
         self.wfile.write(text)
 

@@ -10,9 +10,12 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from rlctl.batch import Turn
+from rlctl.batch import TokenLists, Turn
+from rlctl.episodes import Turns
 from rlctl.errors import RunFailure
-from rlctl.rollout.protocol import EngineLock, LockedRollout, Request, Sampling
+from rlctl.rollout.protocol import Request, Sampling
+from rlctl.rollout.shared_engine import EngineLock, LockedRollout
+from tests.episodes import same
 
 
 def test_one_at_a_time_and_the_trainer_waits_for_one_batch_at_most() -> None:
@@ -62,7 +65,7 @@ def test_whoever_fails_lets_the_next_one_in() -> None:
 TURN = Turn(torch.tensor([5, 6]), torch.tensor([-1.0, -2.0]), torch.tensor([3, 3]), "stop")
 
 
-def sampled(turns: object, sampling: Sampling) -> list[Turn]:
+def sampled(turns: object, sampling: Sampling) -> Turns:
     """What an engine that returns this seems to return."""
     engine = SimpleNamespace(sample=lambda _requests, _sampling: turns)
     return LockedRollout(engine, EngineLock(), first=True).sample([Request([1], 0)], sampling)
@@ -81,9 +84,26 @@ def sampled(turns: object, sampling: Sampling) -> list[Turn]:
     ],
 )
 def test_what_an_engine_returns_is_checked(turns: object, what: str) -> None:
-    assert sampled([TURN], Sampling(3)) == [TURN]
+    assert same([*sampled([TURN], Sampling(3))], [TURN])
     with pytest.raises(RunFailure, match=what):
         sampled(turns, Sampling(3))
+
+
+@pytest.mark.parametrize(
+    ("change", "what"),
+    [
+        ({"log_probs": torch.zeros(2).double()}, "torch.float64"),
+        ({"versions": torch.zeros(2)}, "versions of shape"),
+        ({"finish_reasons": ["eos"]}, "finish_reason 'eos'"),
+        ({"kept": TokenLists(torch.zeros(1).int(), torch.zeros(0).int())}, "2 tokens in kept"),
+    ],
+)
+def test_columns_that_an_engine_returns_are_checked(change: dict[str, object], what: str) -> None:
+    lists = TokenLists(torch.tensor([1, 2]).int(), torch.tensor([5, 6, 7]).int())
+    turns, sampling = replace(Turns.of([TURN]), kept=lists), Sampling(3, with_kept=True)
+    assert sampled(turns, sampling) is turns
+    with pytest.raises(RunFailure, match=what):
+        sampled(replace(turns, **change), sampling)
 
 
 @pytest.mark.parametrize("count", [None, 0, 1, 2, 7])
@@ -93,7 +113,7 @@ def test_experts_must_be_those_of_every_token_that_was_read(count: int | None) -
     turn, sampling = replace(TURN, experts=experts), Sampling(3, with_experts=True)
     assert sampled([replace(turn, finish_reason="abort")], sampling)
     if count:
-        assert sampled([turn], sampling) == [turn]
+        assert same([*sampled([turn], sampling)], [turn])
     else:
         with pytest.raises(RunFailure, match="in experts of turn 1"):
             sampled([turn], sampling)

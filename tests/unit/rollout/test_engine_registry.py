@@ -14,8 +14,9 @@ from rlctl.batch import Turn
 from rlctl.errors import RunFailure, SpecError
 from rlctl.registry import ROLLOUT_ENGINES
 from rlctl.rollout.engines import EngineCapabilities, EngineContext, build_rollout
-from rlctl.rollout.protocol import PlainWeights, Request, Sampling
-from rlctl.spec.load import load_spec
+from rlctl.rollout.expected_weights import PlainWeights
+from rlctl.rollout.protocol import Request, Sampling
+from rlctl.run_spec.load import load_spec
 from rlctl.train.start import with_absolute_paths
 from tests.unit.rollout.test_hf_rollout import TOKENIZER, make_requests, random_model, values_of
 

@@ -20,9 +20,11 @@ from transformers import (
 
 from rlctl.batch import Turn
 from rlctl.errors import RunFailure, UsageError
+from rlctl.rollout.expected_weights import PlainWeights
 from rlctl.rollout.hf import HFRollout
-from rlctl.rollout.protocol import PlainWeights, Request, RolloutEngine, Sampling, turn_seed
-from rlctl.spec.model import RECIPE
+from rlctl.rollout.protocol import Request, RolloutEngine, Sampling
+from rlctl.rollout.seeds import turn_seed
+from rlctl.run_spec.model import RECIPE
 from rlctl.tiny.model import build_model, build_tokenizer
 
 TOKENIZER = build_tokenizer(RECIPE)
@@ -219,7 +221,7 @@ def test_rows_that_have_ended_are_not_computed_for_long(model: Any, window: int 
 
 
 def test_no_requests_give_no_turns(model: Any) -> None:
-    assert HFRollout(model, TOKENIZER, "cpu").sample([], PLAIN) == []
+    assert list(HFRollout(model, TOKENIZER, "cpu").sample([], PLAIN)) == []
 
 
 def test_torchs_random_state_is_neither_read_nor_moved(model: Any) -> None:
@@ -238,7 +240,7 @@ def test_the_seed_changes_samples(model: Any) -> None:
 
 
 def test_types_are_those_of_a_turn(model: Any) -> None:
-    """Columns of their own, so that one turn can be sent without the memory of the others."""
+    """Views of the columns of all turns."""
     for turn in sample(model):
         size = len(turn.token_ids)
         for values, dtype in (
@@ -247,7 +249,6 @@ def test_types_are_those_of_a_turn(model: Any) -> None:
             (turn.versions, torch.int64),
         ):
             assert (values.dtype, tuple(values.shape), values.device.type) == (dtype, (size,), "cpu")
-            assert values.untyped_storage().nbytes() == size * values.element_size()
         assert (turn.log_probs < 0).all()
 
 
@@ -333,6 +334,18 @@ def test_low_precision_copy_is_the_model_as_transformers_loads_it(model: Any, tm
     assert all(turn.log_probs.dtype == torch.float32 for turn in run(engine))
 
 
+def away_from_ties(model: Any) -> Any:
+    """A copy with no weight near the middle of two levels, which float32 and float64 may round apart."""
+    moved = copy.deepcopy(model)
+    for name, parameter in moved.named_parameters():
+        if parameter.ndim == 2 and "embed_tokens" not in name:
+            step = parameter.detach().double().abs().amax(1, keepdim=True) / 127
+            level = (parameter.detach().double() / step).round()
+            rest = (parameter.detach().double() / step - level).clamp(-0.45, 0.45)
+            parameter.data = ((level + rest) * step).to(parameter.dtype)
+    return moved
+
+
 def by_hand_int8(model: Any) -> Any:
     """A copy whose linear weights are rounded number by number in Python's own arithmetic."""
     rounded = copy.deepcopy(model)
@@ -348,6 +361,7 @@ def by_hand_int8(model: Any) -> Any:
 
 def test_int8_samples_from_the_rounded_model_and_says_so(model: Any) -> None:
     """Its log-probs are those of the rounded model, after construction and after a sync alike."""
+    model = away_from_ties(model)
     untouched = copy.deepcopy(model)
     built = HFRollout(model, TOKENIZER, "cpu", dtype="int8")
     synced = HFRollout(random_model(2), TOKENIZER, "cpu", dtype="int8")

@@ -161,7 +161,7 @@ def test_a_vllm_engine_keeps_its_state_to_itself(monkeypatch, tmp_path) -> None:
     turns = engine.sample(make_requests(n=2), PLAIN)
     assert [turn.token_ids.tolist() for turn in turns] == [[TOKENIZER.eos_token_id]] * 12
     assert process_state() == before
-    assert engine.description == "vLLM 9.9, model runner V2"
+    assert engine.report().description == "vLLM 9.9, model runner V2"
     assert StubLLM.asked["revision"] == StubLLM.asked["tokenizer_revision"] == "a-branch"
     engine.close()
     assert process_state() == before
@@ -197,11 +197,12 @@ class Sleeper(StubLLM):
 @pytest.mark.parametrize(("weights_follow", "copies"), [(True, []), (False, ["to the host", "back"])])
 def test_a_step_copies_weights_only_where_none_follow(monkeypatch, tmp_path, weights_follow, copies) -> None:
     from rlctl.errors import RunFailure
-    from rlctl.rollout.protocol import ExpectedWeights, PlainWeights
+    from rlctl.rollout.expected_weights import ExpectedWeights, PlainWeights
     from tests.unit.rollout.test_hf_rollout import PLAIN, make_requests, random_model
 
     stub = ModuleType("vllm")
     stub.LLM, stub.SamplingParams = Sleeper, SimpleNamespace  # type: ignore[attr-defined]
+    stub.__version__ = "9.9"  # type: ignore[attr-defined]
     monkeypatch.setitem(sys.modules, "vllm", stub)
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda: (Sleeper.free, 2000))
     model = random_model(1)
@@ -220,7 +221,7 @@ def test_a_step_copies_weights_only_where_none_follow(monkeypatch, tmp_path, wei
         sample()
         engine.release(weights_follow=weights_follow)
         engine.release(weights_follow=weights_follow)  # asleep already
-        assert engine.sleeping_bytes == 300
+        assert engine.report().sleeping_bytes == 300
         if weights_follow:
             with pytest.raises(RunFailure, match="sync"):
                 sample()

@@ -18,8 +18,8 @@ from rlctl.rollout.build_vllm import _ray_hosts
 from rlctl.rollout.replicas import Replicas, ReplicaSettings
 from rlctl.rollout.server_access import KEY
 from rlctl.rollout.server_process import ray_hosts
-from rlctl.spec.load import load_spec
-from rlctl.spec.rollout import ServerSpec
+from rlctl.run_spec.load import load_spec
+from rlctl.run_spec.rollout import ServerSpec
 
 pytestmark = pytest.mark.skipif(importlib.util.find_spec("ray") is None, reason="Ray is not installed")
 ROOT = Path(__file__).parents[3]

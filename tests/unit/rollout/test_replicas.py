@@ -19,8 +19,8 @@ from rlctl.rollout import server_process
 from rlctl.rollout.build_vllm import replica_settings
 from rlctl.rollout.replicas import Replicas, ReplicaSettings
 from rlctl.rollout.server_access import KEY
-from rlctl.spec.load import load_spec
-from rlctl.spec.rollout import ServerSpec
+from rlctl.run_spec.load import load_spec
+from rlctl.run_spec.rollout import ServerSpec
 
 OPTIONS = {"dtype": "float32", "max_model_len": 8}
 

@@ -4,7 +4,8 @@ import pytest
 import torch
 
 from rlctl.rollout.hf import RecordingSampler, draw, uniforms
-from rlctl.rollout.protocol import Request, Sampling, step_seed, turn_seed
+from rlctl.rollout.protocol import Request, Sampling
+from rlctl.rollout.seeds import step_seed, turn_seed
 
 ALMOST_ONE = math.nextafter(1.0, 0.0)
 

@@ -17,9 +17,9 @@ import torch
 from rlctl.errors import EnvironmentFailure, RunFailure
 from rlctl.rollout import build_vllm, weight_broadcast
 from rlctl.rollout.engines import EngineContext, build_rollout
-from rlctl.rollout.protocol import PlainWeights
+from rlctl.rollout.expected_weights import PlainWeights
 from rlctl.rollout.vllm_server import VLLMServerRollout
-from rlctl.spec.load import load_spec
+from rlctl.run_spec.load import load_spec
 from tests.unit.rollout.stub_server import Server, sample, versions_of
 from tests.unit.rollout.test_hf_rollout import TOKENIZER, random_model
 from tests.unit.rollout.test_weight_broadcast import Worker

@@ -18,7 +18,7 @@ from rlctl.environment.run_episodes import run_episodes
 from rlctl.errors import RunFailure
 from rlctl.rollout.protocol import Request, Sampling
 from rlctl.rollout.tensor_parallel import TensorParallelGroup
-from rlctl.spec.environment import EnvironmentSpec
+from rlctl.run_spec.environment import EnvironmentSpec
 from tests.episodes import task_of
 from tests.processes import on_ranks, on_ranks_each
 

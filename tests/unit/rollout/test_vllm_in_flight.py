@@ -15,7 +15,9 @@ import torch
 from rlctl.errors import EnvironmentFailure, RunFailure
 from rlctl.rollout import server_client, vllm_server
 from rlctl.rollout.build_vllm import reachable
-from rlctl.rollout.protocol import InFlightRollout, PlainWeights, Request
+from rlctl.rollout.expected_weights import PlainWeights
+from rlctl.rollout.protocol import Request
+from rlctl.rollout.shared_engine import InFlightRollout
 from rlctl.rollout.vllm_server import GENERATE, VLLMServerRollout
 from tests.unit.rollout.stub_server import SAMPLING, Server, engine_on, sample
 
@@ -103,7 +105,7 @@ def test_tokens_of_weights_that_this_run_did_not_send_are_sampled_again(
     [turn] = engine.sample_in_flight([Request([5], 2)], SAMPLING)
     assert turn.versions.tolist() == [4] * 3
     assert server.weight_version == tag
-    assert engine.num_repeated == 1
+    assert engine.report().num_repeated == 1
     server.weight_versions = [[{"version": "default", "start": 0, "end": 3}]] * 3
     with pytest.raises(RunFailure, match="repeatedly"):
         engine.sample_in_flight([Request([5], 2)], SAMPLING)
@@ -125,7 +127,7 @@ def test_a_server_that_hangs_up_is_asked_again(server: Server, tmp_path: Path) -
     server.trouble = [0, 500]
     [turn] = engine.sample_in_flight([Request([5], 1)], SAMPLING)
     assert turn.versions.tolist() == [4, 4]
-    assert engine.num_repeated == 2
+    assert engine.report().num_repeated == 2
     engine.close()
 
 

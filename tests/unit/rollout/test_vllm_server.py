@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import itertools
-import socket
 import threading
 import time
 from collections.abc import Iterator
@@ -17,14 +16,17 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
+from rlctl import leftovers
 from rlctl.errors import EnvironmentFailure, RunFailure, UsageError
 from rlctl.rollout import server_client, weight_sync, weights
 from rlctl.rollout.build_vllm import reachable, replica_settings
-from rlctl.rollout.protocol import EngineLock, LockedRollout, PlainWeights, Request
+from rlctl.rollout.expected_weights import PlainWeights
+from rlctl.rollout.protocol import Request
 from rlctl.rollout.server_access import KEY
+from rlctl.rollout.shared_engine import EngineLock, LockedRollout
 from rlctl.rollout.vllm_server import VLLMServerRollout
 from rlctl.rollout.weights import PublishedWeights
-from rlctl.spec.load import load_spec
+from rlctl.run_spec.load import load_spec
 from tests.unit.rollout.stub_server import (
     SAMPLING,
     Server,
@@ -223,7 +225,7 @@ def test_a_server_that_answers_some_requests_is_asked_for_the_others(
     turns = sample(engine)
     assert [len(turn.token_ids) for turn in turns] == [1, 2, 3, 1, 2, 3]
     assert server.paths().count("/v1/completions") == 6 + 3 + 2 + 1 + 1
-    assert engine.num_repeated == 3 + 2 + 1 + 1
+    assert engine.report().num_repeated == 3 + 2 + 1 + 1
     server.trouble = [500] * 18
     with pytest.raises(RunFailure, match=r"repeatedly.*the engine says why"):
         sample(engine)
@@ -408,7 +410,7 @@ def test_only_two_versions_are_kept_and_each_is_a_whole_model(
 
 
 def test_weights_of_killed_runs_are_cleared_away(tmp_path: Path) -> None:
-    dead = tmp_path / f"rlctl-weights-{socket.gethostname()}-999999999-abc"
+    dead = tmp_path / f"rlctl-weights-{leftovers._host()}-999999999-abc"
     elsewhere = tmp_path / "rlctl-weights-another.host-999999999-abc"
     for directory in (dead, elsewhere):
         directory.mkdir()
@@ -422,7 +424,7 @@ def test_weights_of_a_run_in_another_container_are_left_alone(
 ) -> None:
     """Containers may share a name and their shared memory, and yet not see one another's processes."""
     theirs = PublishedWeights(random_model(1), TOKENIZER, tmp_path)
-    monkeypatch.setattr("psutil.pid_exists", lambda _: False)
+    monkeypatch.setattr(leftovers, "_lives", lambda _: False)
     PublishedWeights(random_model(1), TOKENIZER, tmp_path)
     assert len(list(tmp_path.iterdir())) == 2
     theirs.close()

@@ -18,11 +18,11 @@ from torch import Tensor
 from rlctl.errors import EnvironmentFailure, RunFailure
 from rlctl.rollout import server_client, weight_broadcast
 from rlctl.rollout.build_vllm import _can_broadcast, replica_settings
-from rlctl.rollout.protocol import ExpectedWeights, PlainWeights
+from rlctl.rollout.expected_weights import ExpectedWeights, PlainWeights
 from rlctl.rollout.vllm_server import VLLMServerRollout
 from rlctl.rollout.weight_broadcast import WeightBroadcast, join_gloo
 from rlctl.rollout.weights import chunks
-from rlctl.spec.load import load_spec
+from rlctl.run_spec.load import load_spec
 from tests.unit.rollout.stub_server import Server, engine_on, sample, versions_of
 from tests.unit.rollout.test_hf_rollout import random_model
 
@@ -112,7 +112,7 @@ def test_every_server_gets_every_weight_and_nothing_is_written(
     assert "/collective_rpc" not in paths
     assert paths[-5:] == ["/reset_prefix_cache", "/update_weight_version", *["/v1/completions"] * 3]
     assert not list((tmp_path / "weights").rglob("*.safetensors"))
-    assert engine.description == "2 vLLM servers, weights by broadcast"
+    assert engine.report().description == "2 vLLM servers, weights by broadcast"
     engine.close()
 
 
@@ -193,10 +193,10 @@ def test_without_a_group_weights_are_files_unless_it_is_asked_for(
         assert versions_of(sample(engine)) == {1}
         methods = [body.get("method") for path, body in servers[0].asked if path == "/collective_rpc"]
         assert methods == ["update_config", "reload_weights"]  # its loader reads no files otherwise
-        (note,) = engine.notes
+        (note,) = engine.report().notes
         assert "as files" in note
         assert "out of memory, says the worker" in note
-        assert engine.description == "2 vLLM servers, weights by files"
+        assert engine.report().description == "2 vLLM servers, weights by files"
     engine.close()
 
 
@@ -261,7 +261,8 @@ def test_servers_are_started_for_the_transfer(monkeypatch: pytest.MonkeyPatch) -
     arguments = replica_settings(load_spec([], [], given).spec).arguments("m")
     assert json.loads(arguments[arguments.index("--weight-transfer-config") + 1]) == {"backend": "nccl"}
     assert arguments[arguments.index("--load-format") + 1] == "dummy"
-    assert "--worker-extension-cls" not in arguments
+    extension = arguments[arguments.index("--worker-extension-cls") + 1]
+    assert extension == "rlctl.rollout.closed_ports.ClosedPorts"
 
 
 def test_servers_that_run_already_decide_unless_it_is_asked_for() -> None:

@@ -11,7 +11,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from rlctl.engine.lora import plain_weights
 from rlctl.errors import RunFailure
-from rlctl.rollout.protocol import ExpectedWeights
+from rlctl.rollout.expected_weights import ExpectedWeights
 from tests.models import tiny_model
 
 SHAPE = {

@@ -16,7 +16,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from rlctl.data.schema import arrow_schema
 from rlctl.errors import EnvironmentFailure, RunFailure
 from rlctl.files import cache_root
-from rlctl.spec.model import PROMPT_LENGTH, RECIPE, RESPONSE_LENGTH
+from rlctl.run_spec.model import PROMPT_LENGTH, RECIPE, RESPONSE_LENGTH
 from rlctl.tiny.embedded import EmbeddedTask, ensure_embedded, problem, split
 
 #: The real thing but for the warm start, which stops after one step.
@@ -109,7 +109,7 @@ import sys, time
 from dataclasses import replace
 from pathlib import Path
 from rlctl.tiny.embedded import ensure_embedded
-from rlctl.spec.model import RECIPE
+from rlctl.run_spec.model import RECIPE
 
 def note(message):
     print(message, flush=True)

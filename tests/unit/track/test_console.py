@@ -268,3 +268,28 @@ def test_a_phase_with_brackets_is_text(monkeypatch: pytest.MonkeyPatch) -> None:
     with Startup(is_shown=True) as startup:
         startup.phase("loading models[/x]")
     assert "loading models[/x]" in stream.getvalue()
+
+
+def test_the_first_frame_names_the_phase_and_shows_no_empty_numbers(monkeypatch):
+    frames = []
+
+    class Drawn:
+        def __init__(self, get_renderable, **_):
+            self._next = get_renderable
+
+        def start(self, **_):
+            console = Console(width=80, record=True, file=io.StringIO())
+            console.print(self._next())
+            frames.append(console.export_text())
+
+        stop = start
+
+    monkeypatch.setattr(console_module, "Live", Drawn)
+    monkeypatch.setattr(console_module, "_can_draw", lambda _: True)
+    sink = ConsoleSink("runs/r", 240, phase="loading the model\x1b[2J")
+    assert "now loading the model\\x1b[2J" in frames[0]
+    assert "–" not in frames[0]
+    sink.log(1, METRICS)
+    sink.close("watched")
+    assert "0.410" in frames[1]
+    assert "loading" not in frames[1]

@@ -19,7 +19,8 @@ from tokenizers.models import WordLevel
 from rlctl.cli.app import run
 from rlctl.cli.command import run_or_model
 from rlctl.errors import UsageError
-from rlctl.track.open_run import find_runs, open_run, read_state, run_named
+from rlctl.evaluate.request import find_target
+from rlctl.track.open_run import chosen_step, find_runs, open_run, read_state, run_named
 from rlctl.track.run_dir import note_in_environment, open_run_dir
 from tests.dumps import conversation, dumped, write
 
@@ -298,3 +299,20 @@ def test_samples_show_each_turn(tmp_path: Path, capsys: pytest.CaptureFixture[st
     assert each["turns"] == [
         {"turn": 1, "text": "f g"}, {"turn": None, "text": "h"}, {"turn": 2, "text": "i"},
     ]  # fmt: skip
+
+
+def test_a_step_is_a_number_or_the_best_validated_one(tmp_path: Path) -> None:
+    (tmp_path / "spec.yaml").write_text("model: {path: embedded}\n")
+    log = tmp_path / "metrics.jsonl"
+    log.write_text('{"step": 1, "critic/score/mean": 0.9}\n')
+    assert [chosen_step(tmp_path, step) for step in (None, 3, "4")] == [None, 3, 4]
+    for wrong in ("last", "-1", "1.5"):
+        with pytest.raises(UsageError, match="or best"):
+            chosen_step(tmp_path, wrong)
+    with pytest.raises(UsageError, match="no validation"):
+        chosen_step(tmp_path, "best")
+    rewards = {0: 0.9, 2: 0.4, 4: 0.6, 6: 0.6, 8: 0.5}  # the weights of step 0 are in no checkpoint
+    log.write_text("".join(f'{{"step": {s}, "val/x/reward_mean": {r}}}\n' for s, r in rewards.items()))
+    assert chosen_step(tmp_path, "best") == 4
+    with pytest.raises(UsageError, match="no run"):
+        find_target("org/model", ["data.parquet"], "best")

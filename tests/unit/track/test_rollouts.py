@@ -10,7 +10,7 @@ import pyarrow.parquet as pq
 import pytest
 import torch
 
-from rlctl.batch import Episode, Sequence, Task, TokenLists, Turn
+from rlctl.batch import Episode, Task, TokenLists, TokenSequence, Turn
 from rlctl.errors import RunFailure
 from rlctl.track import rollouts as module
 from rlctl.track.open_run import log_ratios, spans
@@ -29,7 +29,7 @@ def batch(group_ids: list[int], length: int = 4) -> list[Episode]:
         Episode(
             task=Task([98, 99], f"prompt {group}", group, data_source="openai/gsm8k", ground_truth=str(i)),
             member=group_ids[:i].count(group),
-            sequences=(Sequence.of_turn([98, 99], turn_of(i * length, i % length + 1)),),
+            sequences=(TokenSequence.of_turn([98, 99], turn_of(i * length, i % length + 1)),),
             response=f"antwort ü {i}",
             stop_reason="max_tokens" if i % 2 == 0 else "completed",
         )
@@ -39,14 +39,14 @@ def batch(group_ids: list[int], length: int = 4) -> list[Episode]:
 
 def conversation() -> Episode:
     """Two turns with a tool's answer between them, and a second sequence that begins anew."""
-    first = Sequence(
+    first = TokenSequence(
         token_ids=torch.tensor([1, 2, 10, 11, 3, 4, 20]),
         sampled=torch.tensor([False, False, True, True, False, False, True]),
         log_probs=torch.tensor([-0.1, -0.2, -0.3]),
         versions=torch.tensor([5, 5, 6]),
         turns=torch.tensor([0, 0, 1]),
     )
-    second = Sequence.of_turn([1, 9], turn_of(30, 2), number=2)
+    second = TokenSequence.of_turn([1, 9], turn_of(30, 2), number=2)
     return Episode(Task([1, 2], "question", 4), 1, (first, second), "last answer", "completed")
 
 
@@ -142,7 +142,7 @@ def test_what_tokens_were_sampled_from_is_kept_with_them(tmp_path: Path) -> None
         kept = TokenLists(counts, torch.arange(first, first + int(counts.sum()), dtype=torch.int32))
         first += int(counts.sum())
         turn = turn_of(place * 4, place + 1, kept=kept)
-        episodes[place] = replace(episode, sequences=(Sequence.of_turn([98, 99], turn),))
+        episodes[place] = replace(episode, sequences=(TokenSequence.of_turn([98, 99], turn),))
     rows = written(tmp_path, episodes, 3, exact_sampling=True)
     assert [row["kept_ids"] for row in rows] == [[[], [], [0, 1]], [[], [], [2, 3], []]]
     assert RolloutWriter(tmp_path, 3, exact_sampling=True).discard_after(1) == []
@@ -165,7 +165,7 @@ def test_groups_stay_whole(groups: list[int], limit: int, expected: list[int]) -
 
 def test_empty_sequences_and_nan(tmp_path: Path) -> None:
     empty, other = batch([0, 0])
-    empty = replace(empty, sequences=(Sequence.of_turn([98], turn_of(0, 0)),))
+    empty = replace(empty, sequences=(TokenSequence.of_turn([98], turn_of(0, 0)),))
     broken = replace(other.sequences[0], log_probs=torch.tensor([math.nan, -1.0]))
     rows = written(tmp_path, [empty, replace(other, sequences=(broken,))])
     assert (rows[0]["token_ids"], rows[0]["policy_version"], rows[0]["sampled"]) == ([98], None, [False])
@@ -250,3 +250,9 @@ def test_a_part_that_cannot_be_written_leaves_nothing_half(
     assert list((tmp_path / "rollouts").iterdir()) == []
     writer.flush()  # the rows were kept
     assert ds.dataset(tmp_path / "rollouts").count_rows() == 2
+
+
+def test_the_prompt_is_what_the_policy_read(tmp_path: Path) -> None:
+    plain, other = batch([0])[0], conversation()
+    rows = written(tmp_path, [plain, other], decode=lambda ids: f"decoded {ids}")
+    assert [row["prompt"] for row in rows] == ["prompt 0", "question", "decoded [1, 9]"]

@@ -11,12 +11,14 @@ from pathlib import Path
 import pytest
 
 from rlctl.errors import UsageError
+from rlctl.run_spec.load import load_spec
 from rlctl.track.run_dir import (
     claim_default_path,
     environment_record,
     note_in_environment,
     open_run_dir,
 )
+from rlctl.train.start import start_run
 
 HOLD = """
 import sys
@@ -166,7 +168,38 @@ def test_the_commit_of_the_working_directory(tmp_path: Path, monkeypatch: pytest
     git = ["git", "-c", "user.name=n", "-c", "user.email=e"]
     subprocess.run([*git, "init", "-q"], check=True)
     subprocess.run([*git, "commit", "-q", "--allow-empty", "-m", "m"], check=True)
+    for name in ("first", "second"):
+        head = subprocess.run(["git", "rev-parse", "HEAD"], check=True, capture_output=True, text=True)
+        assert environment_record([])["git_commit"] == head.stdout.strip()
+        Path("below").mkdir()
+        monkeypatch.chdir("below")
+        assert environment_record([])["git_commit"] == head.stdout.strip()
+        subprocess.run(["git", "worktree", "add", "-q", "-b", name, str(tmp_path / name)], check=True)
+        monkeypatch.chdir(tmp_path / name)
+        subprocess.run([*git, "commit", "-q", "--allow-empty", "-m", name], check=True)
+        subprocess.run(["git", "pack-refs", "--all"], check=True)
     assert len(environment_record([])["git_commit"]) == 40
+    subprocess.run(["git", "checkout", "-q", "--detach"], check=True)
+    head = subprocess.run(["git", "rev-parse", "HEAD"], check=True, capture_output=True, text=True)
+    assert environment_record([])["git_commit"] == head.stdout.strip()
+
+
+def test_a_downloaded_repository_runs_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    git = ["git", "-c", "user.name=n", "-c", "user.email=e"]
+    subprocess.run([*git, "init", "-q"], check=True)
+    (tmp_path / "file.txt").write_text("text")
+    (tmp_path / ".gitattributes").write_text("* filter=f\n")
+    subprocess.run([*git, "add", "."], check=True)
+    subprocess.run([*git, "commit", "-q", "-m", "m"], check=True)
+    (tmp_path / "file.txt").write_text("edited")
+    hook = f"touch {tmp_path}/executed; false"
+    for key in ("core.fsmonitor", "filter.f.clean", "filter.f.process", "core.pager", "diff.external"):
+        subprocess.run(["git", "config", key, hook], check=True)
+    assert environment_record([])["git_commit"]
+    assert not (tmp_path / "executed").exists()
+    (tmp_path / ".git/HEAD").write_text("ref: refs/../../file.txt")
+    assert environment_record([])["git_commit"] is None
 
 
 def test_a_failure_that_cannot_be_recorded_is_not_replaced_by_another(
@@ -179,3 +212,33 @@ def test_a_failure_that_cannot_be_recorded_is_not_replaced_by_another(
         monkeypatch.setattr("rlctl.track.run_dir.write_text", full)
         run.write_failure(ValueError("the first"))
     assert not (tmp_path / "run" / "failure.json").exists()
+
+
+@pytest.mark.parametrize("resume", [False, True])
+def test_a_path_that_is_not_utf8_is_refused(tmp_path: Path, resume: bool, monkeypatch) -> None:
+    """As a name in Latin-1 is read from the file system; also that of the working directory."""
+    odd = tmp_path / "caf\udce9"
+    odd.mkdir()
+    for path in (odd, odd / "run"):
+        with pytest.raises(UsageError, match="not UTF-8"):
+            open_run_dir(path, resume=resume)
+    monkeypatch.chdir(odd)
+    with pytest.raises(UsageError, match="not UTF-8"):
+        open_run_dir(Path("run"), resume=resume)
+    assert not list(odd.iterdir())
+
+
+@pytest.mark.parametrize(
+    "override", ["trainer.run_dir={}", "data.train_files=[{}/a.parquet]", "reward.name={}/a.py:score"]
+)
+def test_a_spec_that_is_not_utf8_is_refused_at_the_start(tmp_path: Path, override: str) -> None:
+    odd = tmp_path / "caf\udce9"
+    spec = load_spec([], [], {"model.path": "embedded"}).spec
+    key, value = override.format(odd).split("=")
+    section, name = key.split(".")
+    given = [value.strip("[]")] if value.startswith("[") else value
+    changed = getattr(spec, section).model_copy(update={name: given})
+    spec = spec.model_copy(update={section: changed})
+    with pytest.raises(UsageError, match="not UTF-8") as caught:
+        start_run(spec, resume=None, note=lambda _: None)
+    assert caught.value.where == key

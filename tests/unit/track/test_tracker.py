@@ -248,15 +248,16 @@ with build_tracker(["wandb"], inputs) as tracker:
 """
 
 
-def run_wandb(tmp_path: Path, **environment: str) -> subprocess.CompletedProcess[str]:
+def run_wandb(tmp_path: Path, more: str = "", **environment: str) -> subprocess.CompletedProcess[str]:
     clean = {key: value for key, value in os.environ.items() if not key.startswith("WANDB")}
     home = tmp_path / "home"
     home.mkdir()
     run_dir = tmp_path / "run"
-    run_dir.mkdir()
+    run_dir.mkdir(exist_ok=True)
     return subprocess.run(
-        [sys.executable, "-c", WANDB, str(run_dir), "--token", "secret-argument"],
+        [sys.executable, "-c", WANDB + more, str(run_dir), "--token", "secret-argument"],
         env={**clean, "HOME": str(home), **environment},
+        cwd=tmp_path,
         capture_output=True,
         text=True,
         stdin=subprocess.DEVNULL,
@@ -277,6 +278,19 @@ def test_wandb_offline_for_real(tmp_path: Path) -> None:
     everything = [path for path in (tmp_path / "run").rglob("*") if path.is_file()]
     assert [path for path in everything if b"secret-argument" in path.read_bytes()] == []
     assert steps(tmp_path / "run") == [1, 2]
+
+
+def test_wandb_reads_no_settings_of_the_working_directory(tmp_path: Path) -> None:
+    """They could name the server that gets the user's API key."""
+    pytest.importorskip("wandb")
+    for directory in (tmp_path, tmp_path / "run"):
+        (directory / "wandb").mkdir(parents=True)
+        (directory / "wandb/settings").write_text("[default]\nbase_url = http://127.0.0.1:9\n")
+    shown = "\nimport wandb\nprint(wandb.setup().settings.base_url, Path.cwd())\n"
+    done = run_wandb(tmp_path, shown, WANDB_MODE="offline", WANDB_API_KEY="a" * 40)
+    assert done.returncode == 0, done.stderr
+    assert "127.0.0.1" not in done.stdout + done.stderr
+    assert str(tmp_path) in done.stdout
 
 
 def test_wandb_with_a_bad_key_does_not_stop_training(tmp_path: Path) -> None:

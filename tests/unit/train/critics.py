@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import replace
 
 import torch
 
@@ -12,8 +11,8 @@ from rlctl.engine.deepspeed import DeepSpeedCritic
 from rlctl.engine.protocol import StepResult
 from rlctl.engine.ranks import Ranks
 from rlctl.engine.values import ValueModule
-from rlctl.spec.load import load_spec
-from rlctl.spec.run_spec import RunSpec
+from rlctl.run_spec.load import load_spec
+from rlctl.run_spec.run_spec import RunSpec
 from rlctl.train.update_critic import update_critic
 from tests.models import tiny_batch, tiny_model
 from tests.unit.train.updates import HORIZON, ROWS, Micro, sizes_of
@@ -59,11 +58,17 @@ def batch_of(seed: int = 5) -> TokenBatch:
     batch = tiny_batch(tiny_model("qwen2"), ROWS, seed=seed, horizon=HORIZON, lengths=LENGTHS)
     draw = torch.Generator().manual_seed(seed)
     values, returns = torch.randn(2, sum(LENGTHS), generator=draw)
-    return replace(batch, values=0.3 * values, returns=returns)
+    return batch.with_columns(values=0.3 * values, returns=returns)
 
 
 def lr_of(number: int) -> float:
     return 2e-3 * (number + 1)
+
+
+def lrs_of(name: str) -> list[float]:
+    """Learning rates of the steps of a case."""
+    _, epochs, mini = CASES[name]
+    return list(map(lr_of, range(epochs * ROWS // mini)))
 
 
 class PlainCritic:

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 import torch
 
 from rlctl.algos.segments import Segments
@@ -13,6 +11,7 @@ from rlctl.engine.log_probs import PolicyModule
 from rlctl.engine.ranks import Ranks
 from rlctl.train.deal import deal
 from rlctl.train.update import update
+from tests.changed import changed
 from tests.models import VOCABULARY, tiny_model
 from tests.unit.train.updates import CASES, CENTERED, ROWS, Micro, settings_of, sizes_of
 
@@ -53,12 +52,13 @@ def sampled_batch(seed: int = 0) -> TokenBatch:
         rollout_log_probs=noise(),
         versions=up_to(9, tokens),
         turns=torch.zeros(tokens, dtype=torch.int64),
+        rewards=noise(),
+        old_log_probs=noise(),
+    ).with_columns(
         kept=TokenLists(kept, torch.arange(int(kept.sum())).int()),
         most_likely=TokenLists(listed, torch.arange(int(listed.sum())).int(), noise(int(listed.sum()))),
         experts=up_to(900, sequences.total, 3, 2).to(torch.int16),
-        rewards=noise(),
         baseline_scores=noise(count),
-        old_log_probs=noise(),
         age=up_to(9, tokens),
     )
 
@@ -83,15 +83,15 @@ def with_kept(batch: TokenBatch) -> TokenBatch:
     tokens, sizes = batch.inputs.tokens, torch.where(torch.arange(len(batch.turns)) % 3 == 0, 0, 3)
     lists = Segments(sizes)
     ids = (lists.spread(tokens) + lists.places) % VOCABULARY
-    restricted = replace(batch, kept=TokenLists(sizes.int(), ids.int()))
+    restricted = batch.with_columns(kept=TokenLists(sizes.int(), ids.int()))
     module = PolicyModule(tiny_model(), 1.0)
     with torch.no_grad():
         own, other = (module(x.inputs).log_probs for x in (restricted, batch))
     policies = {
-        name: getattr(batch, name) + own - other
+        name: batch.column(name) + own - other
         for name in ("rollout_log_probs", "old_log_probs", "ref_log_probs")
     }
-    return replace(restricted, **policies)
+    return changed(restricted, **policies)
 
 
 def updated(

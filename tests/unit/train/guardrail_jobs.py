@@ -9,8 +9,8 @@ import torch
 
 from rlctl.engine.deepspeed import DeepSpeedEngine
 from rlctl.engine.ranks import Ranks
-from rlctl.spec.load import load_spec
-from rlctl.spec.run_spec import GuardrailsSpec
+from rlctl.run_spec.load import load_spec
+from rlctl.run_spec.run_spec import GuardrailsSpec
 from rlctl.train.guardrails import Guardrails
 from rlctl.train.settings import UpdateSettings
 from rlctl.train.update import update

@@ -7,7 +7,7 @@ import torch
 from rlctl.algos.segments import Segments
 from rlctl.batch import TokenBatch
 from rlctl.engine.ranks import Ranks
-from rlctl.spec.algorithm import AlgorithmSpec
+from rlctl.run_spec.algorithm import AlgorithmSpec
 from rlctl.train.score_batch import with_advantages
 
 PROMPT = 3
@@ -45,6 +45,7 @@ def scored_batch(seed: int = 0) -> TokenBatch:
         turns=torch.zeros(TOKENS, dtype=torch.int64),
         rewards=torch.where(is_last, unit.spread(scores), noise(0.05)),
         old_log_probs=old,
+    ).with_columns(
         score_norms=torch.rand(TOKENS, generator=draw),
         sequence_weights=unit.sum(old - rollout).exp().float(),
         ref_log_probs=old + noise(0.3),
@@ -65,5 +66,5 @@ def on_each_rank(ranks: Ranks, estimators: list[str]):
     found = {}
     for estimator in estimators:
         own = with_advantages(batch.pick(mine), algorithm_of(estimator), ranks)
-        found[estimator] = (tokens, own.advantages, own.returns)
+        found[estimator] = (tokens, own.advantages, own.columns.get("returns"))
     return found

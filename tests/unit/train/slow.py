@@ -1,15 +1,17 @@
-"""The actor's loss the slow way: plain autograd on naive log-probs, one token at a time, float64."""
+"""The slow way: the actor's loss by plain autograd, token by token in float64; batches record by record."""
 
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from rlctl.algos.rules import LossRule
-from rlctl.batch import TokenBatch
+from rlctl.batch import Episode, TokenBatch
 from rlctl.train.settings import UpdateSettings
 from tests.models import naive_log_probs
 from tests.reference.correction import reference
@@ -28,7 +30,7 @@ def slow_loss(model, batch: TokenBatch, settings: UpdateSettings) -> Loss:
     """rollout-correction.md §4: weights and mask from the oracle, everything else from the papers."""
     rows_of = batch.units.episode.padded
     log_probs, entropy = map(rows_of, naive_log_probs(model, batch))
-    columns = (batch.old_log_probs, batch.advantages, batch.ref_log_probs, batch.rollout_log_probs)
+    columns = (batch.old_log_probs, batch.advantages, batch.column("ref_log_probs"), batch.rollout_log_probs)
     olds, advantages, refs, rollouts = map(rows_of, columns)
     mask = rows_of(torch.ones_like(batch.turns, dtype=torch.bool), False)
     against = log_probs.detach() if settings.bypass else olds
@@ -46,7 +48,13 @@ def slow_loss(model, batch: TokenBatch, settings: UpdateSettings) -> Loss:
         values = {
             "policy": [w * x for w, x in zip(weights, policy, strict=True)],
             "entropy": [entropy[row, t] for t in kept],
-            "kl": kl_losses(settings.kl_loss_type, log_probs[row], refs[row], rollouts[row], kept),
+            "kl": kl_losses(
+                settings.actor.kl_loss_type if settings.actor.use_kl_loss else None,
+                log_probs[row],
+                refs[row],
+                rollouts[row],
+                kept,
+            ),
         }
         counts.append(len(kept) if after else len(places))
         share = max(counts[-1], 1) if settings.actor.loss_agg_mode == "seq-mean-token-mean" else 1
@@ -55,7 +63,7 @@ def slow_loss(model, batch: TokenBatch, settings: UpdateSettings) -> Loss:
     divisor = _divisor(settings, counts)
     found = {name: torch.stack(rows).sum() / divisor for name, rows in sums.items()}
     total = found["policy"] - settings.actor.entropy_coeff * found["entropy"]
-    if settings.kl_loss_type is None:
+    if not settings.actor.use_kl_loss:
         return Loss(found["policy"], None, total)
     return Loss(found["policy"], found["kl"], total + settings.actor.kl_loss_coef * found["kl"])
 
@@ -124,3 +132,58 @@ def kl_losses(
         value["sequence"] = before.exp() * k3
         found.append(value[kind])
     return found
+
+
+def slow_columns(episodes: Sequence[Episode]) -> dict[str, list[Any]]:
+    """The columns of a batch, token by token from the records of its episodes."""
+    columns: dict[str, list[Any]] = {name: [] for name in SLOW_COLUMNS}
+    for place, episode in enumerate(episodes):
+        columns["group_ids"].append(episode.task.group_id)
+        columns["members"].append(episode.member)
+        columns["prompt_weights"].append(episode.task.weight)
+        for sequence in episode.sequences:
+            columns["lengths"].append(len(sequence.token_ids))
+            columns["owners"].append(place)
+            columns["token_ids"] += sequence.token_ids.tolist()
+            columns["sampled"] += sequence.sampled.tolist()
+            columns["rollout_log_probs"] += sequence.log_probs.tolist()
+            columns["versions"] += sequence.versions.tolist()
+            columns["turns"] += sequence.turns.tolist()
+            zeros = [0.0] * len(sequence.log_probs)
+            columns["rewards"] += zeros if sequence.rewards is None else sequence.rewards.tolist()
+            assert sequence.kept is not None
+            assert sequence.experts is not None
+            ids = iter(sequence.kept.ids.tolist())
+            columns["kept"] += [[next(ids) for _ in range(n)] for n in sequence.kept.counts.tolist()]
+            columns["experts"] += sequence.experts.tolist()
+    return columns
+
+
+#: What `slow_columns` returns.
+SLOW_COLUMNS = (
+    *("group_ids", "members", "prompt_weights", "lengths", "owners", "token_ids", "sampled"),
+    *("rollout_log_probs", "versions", "turns", "rewards", "kept", "experts"),
+)
+
+
+def slow_sums(episodes: Sequence[Episode], version: int, limit: int) -> dict[str, float]:
+    """Figures of the episodes without an error, one after the other; `limit`: of prompts, in tokens."""
+    whole = [episode for episode in episodes if not episode.error]
+    observed = 0
+    for sequence in (sequence for episode in whole for sequence in episode.sequences):
+        has_spoken = False
+        for is_sampled in sequence.sampled.tolist():
+            has_spoken |= is_sampled
+            observed += has_spoken and not is_sampled
+    ages = [max((version - int(v) for s in e.sequences for v in s.versions), default=0) for e in whole]
+    return {
+        "response_length.x": sum(e.num_sampled for e in whole),
+        "response_length.n": len(whole),
+        "prompt_length.x": sum(e.num_prompt for e in whole),
+        "staleness.x": sum(max(age, 0) for age in ages),
+        "full_prompts": sum(e.num_prompt >= limit for e in whole),
+        "truncated": sum(e.truncated for e in whole),
+        "response/num_aborted": sum(e.aborted for e in whole),
+        "groups": len({e.task.group_id for e in whole}),
+        "observed": observed,
+    }

@@ -10,12 +10,12 @@ import torch
 from rlctl.algos.segments import to_host
 from rlctl.batch import Episode, Turn
 from rlctl.reward.protocol import Graded, RewardResult
-from rlctl.spec.load import load_spec
-from rlctl.spec.run_spec import RunSpec
+from rlctl.run_spec.load import load_spec
+from rlctl.run_spec.run_spec import RunSpec
 from rlctl.train.score_batch import train_batch, with_advantages
-from rlctl.train.step_metrics import age_metrics, age_sums, ages_of, step_warnings
+from rlctl.train.step_metrics import age_metrics, age_sums, step_warnings
 from rlctl.train.update import update
-from tests.episodes import episode_of, task_of
+from tests.episodes import episode_of, flat, task_of
 from tests.models import tiny_model
 from tests.unit.train.updates import PlainEngine, alone, batch_of, settings_of
 
@@ -41,7 +41,7 @@ def graded(valid: list[bool] | None = None) -> Graded:
             episodes.append(episode_of(task_of(group), member, turn))
         groups.append(tuple(episodes))
     kept = torch.tensor(valid or [True] * len(SCORES))
-    return Graded(groups, RewardResult(torch.tensor(SCORES), kept), None, {})
+    return Graded(flat(groups), RewardResult(torch.tensor(SCORES), kept), None, {})
 
 
 def members_of(batch) -> list[tuple[int, int]]:
@@ -49,7 +49,7 @@ def members_of(batch) -> list[tuple[int, int]]:
 
 
 def test_an_episode_is_as_old_as_its_oldest_token() -> None:
-    assert ages_of(graded().episodes, VERSION).tolist() == AGES
+    assert graded().episodes.ages(VERSION).tolist() == AGES
 
 
 @pytest.mark.parametrize(
@@ -60,7 +60,9 @@ def test_older_episodes_are_dropped_and_the_others_unchanged(limit: int | None, 
     batch = train_batch(spec_of(*limits), alone(), graded(), VERSION)
     assert members_of(batch) == [divmod(place, 2) for place in kept]
     assert batch.prompt_weights.tolist() == [1.0] * len(kept)
-    assert batch.age.tolist() == [VERSION - v for place in kept for v in VERSIONS[place // 2][place % 2]]
+    assert batch.column("age").tolist() == [
+        VERSION - v for place in kept for v in VERSIONS[place // 2][place % 2]
+    ]
 
 
 def test_older_episodes_are_weighted_by_how_much_older_they_are() -> None:

@@ -14,7 +14,7 @@ from torch import Tensor
 from rlctl.batch import TokenBatch
 from rlctl.errors import RunFailure
 from rlctl.registry import ADVANTAGE_ESTIMATORS as ESTIMATORS
-from rlctl.spec.algorithm import AlgorithmSpec
+from rlctl.run_spec.algorithm import AlgorithmSpec
 from rlctl.train.score_batch import with_advantages
 from tests.processes import on_ranks
 from tests.reference import advantages as slow
@@ -45,17 +45,17 @@ def whitened(table: Table) -> Table:
 
 
 def by_token(scored: TokenBatch, one_row: Callable[..., list[float]]) -> Table:
-    rows = zip(rows_of(scored.rewards), rows_of(scored.values), EVERY, strict=True)
+    rows = zip(rows_of(scored.rewards), rows_of(scored.column("values")), EVERY, strict=True)
     return [one_row(*row) for row in rows]
 
 
 def remax(scored: TokenBatch) -> list[float]:
-    return [r - b for r, b in zip(outcomes(scored), scored.baseline_scores.tolist(), strict=True)]
+    return [r - b for r, b in zip(outcomes(scored), scored.column("baseline_scores").tolist(), strict=True)]
 
 
 def token_baseline(scored: TokenBatch) -> Table:
     unit = scored.units.episode
-    rewards, squares = (unit.padded(x).tolist() for x in (scored.rewards, scored.score_norms - 1.0))
+    rewards, squares = (unit.padded(x).tolist() for x in (scored.rewards, scored.column("score_norms") - 1.0))
     mask = unit.padded(torch.ones_like(scored.turns, dtype=torch.bool), False).tolist()
     certain = [[-math.inf] * len(row) for row in mask]  # π = 0: the norm is 1 + Σπ²
     found = slow.optimal_token_baseline(rewards, mask, GROUPS, GRADED, certain, squares)
@@ -64,8 +64,8 @@ def token_baseline(scored: TokenBatch) -> Table:
 
 def influence(scored: TokenBatch) -> list[float]:
     """W² · Σ_t ‖∇ log π_t‖² of each response."""
-    sums = map(sum, rows_of(scored.score_norms))
-    return [w * w * x for w, x in zip(scored.sequence_weights.tolist(), sums, strict=True)]
+    sums = map(sum, rows_of(scored.column("score_norms")))
+    return [w * w * x for w, x in zip(scored.column("sequence_weights").tolist(), sums, strict=True)]
 
 
 def wanted(estimator: str, scored: TokenBatch, algorithm: AlgorithmSpec) -> Table:
@@ -105,7 +105,7 @@ def test_it_gives_what_the_formula_gives(estimator: str) -> None:
     torch.testing.assert_close(batch.advantages.double(), expected, rtol=1e-4, atol=1e-5)
     assert (batch.advantages != 0.0).float().mean() > 0.7
     for name in ("old_log_probs", "ref_log_probs", "values"):
-        assert getattr(batch, name) is getattr(scored, name)
+        assert batch.column(name) is scored.column(name)
 
 
 def test_the_weight_of_a_prompt_multiplies_its_advantages() -> None:
@@ -120,9 +120,9 @@ def test_returns_are_what_the_critic_should_have_said() -> None:
     scored, algorithm = scored_batch(), algorithm_of("gae")
     batch = with_advantages(scored, algorithm, alone())
     returns = by_token(scored, lambda r, v, m: slow.gae(r, v, m, algorithm.gamma, algorithm.lam)[1])
-    torch.testing.assert_close(batch.returns.double(), flat(returns), rtol=1e-5, atol=1e-6)
+    torch.testing.assert_close(batch.column("returns").double(), flat(returns), rtol=1e-5, atol=1e-6)
     for estimator in ESTIMATORS.keys() - {"gae"}:
-        assert with_advantages(scored, algorithm_of(estimator), alone()).returns is None
+        assert "returns" not in with_advantages(scored, algorithm_of(estimator), alone()).columns
 
 
 def test_grpo_without_the_standard_deviation_is_dr_grpo() -> None:
@@ -146,9 +146,9 @@ def test_two_ranks_give_the_same(two_ranks: list[dict], estimator: str) -> None:
     for found in two_ranks:
         mine, advantages, returns = found[estimator]
         assert torch.equal(advantages, whole.advantages[mine])
-        assert (returns is None) == (whole.returns is None)
+        assert (returns is None) == ("returns" not in whole.columns)
         if returns is not None:
-            assert torch.equal(returns, whole.returns[mine])
+            assert torch.equal(returns, whole.column("returns")[mine])
         seen += mine.tolist()
     assert sorted(seen) == list(range(TOKENS))
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import given, settings
@@ -16,8 +17,44 @@ from tests.unit.train.deal_jobs import GROUPS, LAYOUTS, MEMBERS, PER_MINI, sampl
 COUNT = GROUPS * MEMBERS
 
 
-def episode(mini: int, group: int, member: int, tokens: int, prompt: int) -> Dealt:
-    return Dealt(mini, group, member, 0, tokens, prompt, tokens - prompt, 1, member)
+#: Mini-batch, group, member, tokens, and tokens of the prompt.
+Described = tuple[int, int, int, int, int]
+
+
+def dealt_of(episodes: list[Described]) -> Dealt:
+    table = np.array(episodes, dtype=np.int64).reshape(-1, 5)
+    mini, group, member, token, prompt = table.T
+    ones = np.ones_like(mini)
+    return Dealt(mini, group, member, 0 * ones, member, prompt, token, token - prompt, ones, ones)
+
+
+def parts_of(episodes: list[Described], parts: int) -> dict[tuple[int, int], int]:
+    keys = [(group, member) for _, group, member, *_ in episodes]
+    return dict(zip(keys, assigned(dealt_of(episodes), parts).tolist(), strict=True))
+
+
+def slowly_assigned(episodes: list[Described], num_parts: int) -> dict[tuple[int, int], int]:
+    """The same, one episode at a time: the largest goes to the part with the fewest tokens so far."""
+    assigned_to: dict[tuple[int, int], int] = {}
+    totals = [0] * num_parts
+    for mini in sorted({episode[0] for episode in episodes}):
+        some = sorted(episode for episode in episodes if episode[0] == mini)
+        by_group: dict[int, list[Described]] = {}
+        for episode in some:
+            by_group.setdefault(episode[1], []).append(episode)
+        for units in ([*by_group.values()], [[episode] for episode in some]):
+            loads = [0] * num_parts
+            chosen: dict[tuple[int, int], int] = {}
+            costs = [sum(e[3] for e in unit) - sum(e[4] for e in unit[1:]) for unit in units]
+            for _, place in sorted((-cost, place) for place, cost in enumerate(costs)):
+                part = min(range(num_parts), key=lambda part: (loads[part], totals[part], part))
+                loads[part] += costs[place]
+                chosen |= {(e[1], e[2]): part for e in units[place]}
+            if max(loads) * num_parts <= LARGEST * sum(loads):
+                break
+        assigned_to |= chosen
+        totals = [sum(pair) for pair in zip(totals, loads, strict=True)]
+    return assigned_to
 
 
 @settings(max_examples=50, deadline=None)
@@ -33,22 +70,20 @@ def test_every_rank_computes_the_same_assignment(
     groups: list[tuple[int, list[int]]], per_mini: int, parts: int, draw
 ) -> None:
     """Whoever sampled the episodes; and greedy dealing is within one episode of equal."""
-    every = [
-        episode(group // per_mini, group, member, prompt + length, prompt)
+    every: list[Described] = [
+        (group // per_mini, group, member, prompt + length, prompt)
         for group, (prompt, lengths) in enumerate(groups)
         for member, length in enumerate(lengths)
     ]
-    found = dict(zip([(one.group, one.member) for one in every], assigned(every, parts), strict=True))
-    shuffled = draw.sample(every, len(every))
-    again = zip([(one.group, one.member) for one in shuffled], assigned(shuffled, parts), strict=True)
-    assert dict(again) == found
-    assert set(found.values()) <= set(range(parts))
-    for mini in {one.mini for one in every}:
-        some = [one for one in every if one.mini == mini]
-        loads = [sum(x.tokens for x in some if found[x.group, x.member] == part) for part in range(parts)]
-        sizes = {x.group: 0 for x in some}
-        for one in some:
-            sizes[one.group] += one.tokens
+    part_of = parts_of(every, parts)
+    assert parts_of(draw.sample(every, len(every)), parts) == part_of == slowly_assigned(every, parts)
+    assert set(part_of.values()) <= set(range(parts))
+    for number in {mini for mini, *_ in every}:
+        some = [episode for episode in every if episode[0] == number]
+        loads = [sum(e[3] for e in some if part_of[e[1], e[2]] == part) for part in range(parts)]
+        sizes = {e[1]: 0 for e in some}
+        for _, group, _, tokens, _ in some:
+            sizes[group] += tokens
         assert max(loads) - min(loads) <= max(sizes.values())
 
 

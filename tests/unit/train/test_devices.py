@@ -19,7 +19,7 @@ from rlctl.registry import ADVANTAGE_ESTIMATORS
 from rlctl.reward.build import build_reward
 from rlctl.rollout.hf import HFRollout
 from rlctl.rollout.protocol import Sampling
-from rlctl.spec.rollout import RewardSpec
+from rlctl.run_spec.rollout import RewardSpec
 from rlctl.track.rollouts import RolloutWriter
 from rlctl.train.score_batch import kl_controller, with_advantages, with_penalties
 from rlctl.train.step_metrics import token_sums
@@ -111,7 +111,7 @@ def test_sampling_scoring_grading_and_dumps(
     built = build_reward(RewardSpec.model_validate(reward), max_response_length=5, device=DEVICE)
     scores = built.score(episodes).scores.tolist()
     built.close()
-    writer = RolloutWriter(tmp_path, 6, exact_sampling=batch.kept is not None)
+    writer = RolloutWriter(tmp_path, 6, exact_sampling="kept" in batch.columns)
     columns = {
         "training_log_probs": found.log_probs,
         "rollout_is_weights": torch.zeros_like(batch.rollout_log_probs),

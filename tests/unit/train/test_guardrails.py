@@ -19,9 +19,9 @@ from rlctl.diagnose.rule import all_rules
 from rlctl.diagnose.rules_reward import ZERO_REWARD_STEPS
 from rlctl.diagnose.thresholds import WINDOW
 from rlctl.metric_names import describe
-from rlctl.spec.load import load_spec
-from rlctl.spec.resolve import correction_rules
-from rlctl.spec.run_spec import GuardrailsSpec
+from rlctl.run_spec.load import load_spec
+from rlctl.run_spec.resolve import correction_rules
+from rlctl.run_spec.run_spec import GuardrailsSpec
 from rlctl.train import guardrails as module
 from rlctl.train.guardrails import (
     DRIFT_LIMIT,

@@ -10,7 +10,7 @@ import torch
 from rlctl.engine import checkpoint
 from rlctl.engine.checkpoint import CHECKPOINTS, newest_intact
 from rlctl.engine.ranks import Ranks
-from rlctl.spec.load import load_spec
+from rlctl.run_spec.load import load_spec
 from rlctl.train.saving import save_checkpoint
 from tests.processes import on_ranks
 from tests.unit.engine.option_jobs import option_engine
@@ -38,6 +38,7 @@ def save(ranks: Ranks, root: str) -> list[str]:
         run_dir=Path(root),
         stream=nothing,
         draws=None,
+        capabilities=(),
         rollout_writer=None,
         tokenizer=nothing,
         actor=option_engine(ranks, (2, "fp32", 0, False, "none")),

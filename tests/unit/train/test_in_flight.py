@@ -14,8 +14,9 @@ import pytest
 import torch
 
 from rlctl.batch import Group, Turn
+from rlctl.episodes import Episodes
 from rlctl.train.stream import RolloutStream
-from tests.episodes import episode_of, task_of
+from tests.episodes import episode_of, flat, task_of
 
 PLACES, LAST, AHEAD = (1, 4, 6), 60, 2
 PER_STEP = len(PLACES)
@@ -32,13 +33,13 @@ class Sampler:
     def __init__(self, seed: int = 0) -> None:
         self.version, self.asked, self._seed = 0, list[int](), seed
 
-    def __call__(self, step: int, index: int) -> list[Group]:
+    def __call__(self, step: int, index: int) -> Episodes:
         row, first = (step - 1) * PER_STEP + index, self.version
         self.asked.append(row)
         time.sleep(random.Random(f"{self._seed} {row}").choice([0.0, 0.0, 0.001, 0.008]))
         versions = torch.tensor([first, self.version])
         turn = Turn(torch.tensor([3, 4]), torch.zeros(2), versions, "length")
-        return [(episode_of(task_of(PLACES[index], row=row), 0, turn),)]
+        return flat([[episode_of(task_of(PLACES[index], row=row), 0, turn)]])
 
 
 @pytest.fixture
@@ -68,7 +69,7 @@ def test_twenty_kills_lose_no_prompt_and_repeat_none(tmp_path: Path, executor: T
         step, killed_at = saved, saved + draw.randint(1, 4) if kills < 20 else LAST + 1
         while step < min(killed_at, LAST):
             step += 1
-            used[step] = rows_of(stream.take(step))
+            used[step] = rows_of(stream.take(step).groups)
             restarted += stream.num_restarted
             sampler.version = step
             if draw.random() < 0.4 or step - saved > 2:
@@ -93,13 +94,13 @@ def test_groups_that_are_ready_overtake_a_slow_one(executor: ThreadPoolExecutor)
     stream = stream_of(sample, executor)
     taken = []
     for step in range(1, LAST):
-        groups = stream.take(step)
+        groups = stream.take(step).groups
         assert [group[0].task.group_id for group in groups] == list(PLACES)  # its places in this batch
         taken += rows_of(groups)
         assert stream.num_open >= 1
     assert 1 not in taken
     may_go.set()
-    assert 1 in rows_of(stream.take(LAST))
+    assert 1 in rows_of(stream.take(LAST).groups)
     assert sorted(sampler.asked) == list(range(LAST * PER_STEP))  # none beyond the end
 
 
@@ -109,7 +110,7 @@ def test_paced_groups_are_taken_in_order_and_bound_their_age(executor: ThreadPoo
     stream = stream_of(sampler, executor, in_order=True)
     ages = []
     for step in range(1, LAST + 1):
-        groups = stream.take(step)
+        groups = stream.take(step).groups
         assert rows_of(groups) == list(range((step - 1) * PER_STEP, step * PER_STEP))
         ages += [sampler.version - int(group[0].sequences[0].versions.min()) for group in groups]
         sampler.version += 1

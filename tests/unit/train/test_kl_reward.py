@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from rlctl.errors import RunFailure
-from rlctl.spec.algorithm import AlgorithmSpec
+from rlctl.run_spec.algorithm import AlgorithmSpec
 from rlctl.train.score_batch import kl_controller, with_penalties
 from tests.reference import kl as slow
 from tests.unit.train.scored import LENGTHS, ROWS, scored_batch
@@ -29,7 +29,7 @@ def test_every_token_pays_for_its_own_kl(kind: str) -> None:
     scored, algorithm = scored_batch(), algorithm_of(kind)
     controller = kl_controller(algorithm)
     after, updated, metrics = with_penalties(scored, algorithm, controller, alone())
-    policies = zip(scored.old_log_probs.tolist(), scored.ref_log_probs.tolist(), strict=True)
+    policies = zip(scored.old_log_probs.tolist(), scored.column("ref_log_probs").tolist(), strict=True)
     kl = torch.tensor([slow.estimate(kind, policy, ref, 0.0) for policy, ref in policies])
     torch.testing.assert_close(after.rewards, scored.rewards - 0.5 * kl, rtol=1e-5, atol=1e-6)
     means = [fmean(part.tolist()) for part in kl.split(LENGTHS) if len(part)]
@@ -49,7 +49,7 @@ def test_the_adaptive_coefficient_by_hand() -> None:
     coefficient = 0.5
     controller = kl_controller(algorithm)
     for kl, error in zip(per_token.values(), (0.2, 0.2, -0.05), strict=True):
-        batch = replace(scored, ref_log_probs=scored.old_log_probs - kl)
+        batch = scored.with_columns(ref_log_probs=scored.old_log_probs - kl)
         after, controller, metrics = with_penalties(batch, algorithm, controller, alone())
         assert metrics["actor/reward_kl_penalty"] == pytest.approx(kl, rel=1e-5)
         # The coefficient of this batch was determined before it; the KL of this batch changes the next

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import replace
 from itertools import chain, pairwise
 from types import SimpleNamespace
 from typing import Any
@@ -14,8 +13,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from rlctl.batch import ModelInputs, TokenBatch
+from rlctl.capabilities.teacher.run import Distillation
 from rlctl.engine.protocol import PolicyOutput
-from rlctl.spec.load import load_spec
+from rlctl.run_spec.load import load_spec
 from rlctl.train.deal import in_passes, in_step, micro_batches, output_of
 from rlctl.train.score_batch import score_batch
 from rlctl.train.step_metrics import StepTimer
@@ -133,7 +133,7 @@ def run_of(model: Callable[[str], Model], *overrides: str, **more: Any) -> Any:
         critic=SimpleNamespace(values=model("critic")),
         ranks=alone(),
         data_ranks=alone(),
-        **{"teacher": None} | more,
+        **{"capabilities": ()} | more,
     )
 
 
@@ -155,7 +155,7 @@ def scored(*overrides: str) -> tuple[TokenBatch, list[int]]:
 def test_only_the_policy_replays_the_experts_of_the_sampler() -> None:
     """The others are other models, with experts of their own."""
     batch, routed = scored_batch(), {}
-    batch = replace(batch, experts=torch.zeros(len(batch.token_ids), 2, 1, dtype=torch.int16))
+    batch = batch.with_columns(experts=torch.zeros(len(batch.token_ids), 2, 1, dtype=torch.int16))
 
     def model(name: str) -> Model:
         def answer(inputs: ModelInputs) -> torch.Tensor:
@@ -165,7 +165,10 @@ def test_only_the_policy_replays_the_experts_of_the_sampler() -> None:
         return answer
 
     taught = ("algorithm.teacher.path=teacher", "algorithm.teacher.kl_in=reward")
-    run = run_of(model, *taught, teacher=SimpleNamespace(log_probs=model("teacher")), tokenizer=[])
+    run = run_of(model, *taught)
+    distillation = Distillation(run.spec)
+    distillation.model = SimpleNamespace(log_probs=model("teacher"))
+    run.capabilities = (distillation,)
     score_batch(run, batch, StepTimer(torch.device("cpu")))
     assert routed == {"policy": True, "ref": False, "teacher": False, "critic": False}
 
@@ -177,5 +180,5 @@ def test_every_models_answers_come_back_to_their_tokens(budget: str) -> None:
     assert lengths == same_lengths
     tokens = plain.inputs.tokens.float()
     for name, scale in {"old_log_probs": -0.1, "ref_log_probs": -0.2, "values": 0.3}.items():
-        assert torch.equal(getattr(packed, name), scale * tokens), name
-        assert torch.equal(getattr(plain, name), scale * tokens), name
+        assert torch.equal(packed.column(name), scale * tokens), name
+        assert torch.equal(plain.column(name), scale * tokens), name

@@ -8,8 +8,9 @@ import pytest
 import torch
 
 from rlctl.errors import UsageError
-from rlctl.spec.load import load_spec
-from rlctl.train.models import _endless, _loading, _refuse_unfit, _rounded
+from rlctl.run_spec.load import load_spec
+from rlctl.train.model_loader import loading_arguments, refuse_unfit
+from rlctl.train.models import _endless, _rounded
 from tests.models import tiny_model
 from tests.unit.rollout.test_hf_rollout import TOKENIZER
 
@@ -27,7 +28,7 @@ from tests.unit.rollout.test_hf_rollout import TOKENIZER
 )
 def test_weights_are_read_as_stored_unless_zero_3_partitions_them_meanwhile(overrides, dtype) -> None:
     spec = load_spec([], [], ["model.path=a/b", "data.train_files=x", *overrides]).spec
-    assert _loading(spec)["dtype"] == dtype
+    assert loading_arguments(spec)["dtype"] == dtype
 
 
 def test_the_sampling_copy_is_in_the_engines_precision() -> None:
@@ -59,10 +60,10 @@ def test_lengths_whose_positions_are_defined(rope, length: int, refusal: str) ->
     model = tiny_model()
     model.config.rope_parameters |= rope
     if not refusal:
-        _refuse_unfit(model, spec)
+        refuse_unfit(model, spec)
         return
     with pytest.raises(UsageError, match=refusal) as caught:
-        _refuse_unfit(model, spec)
+        refuse_unfit(model, spec)
     assert str(length - 1) in str(caught.value.fix)
 
 
@@ -71,7 +72,7 @@ def test_quantised_weights_are_refused() -> None:
     model = tiny_model()
     model.is_quantized = True  # as transformers marks it
     with pytest.raises(UsageError, match="quantised"):
-        _refuse_unfit(model, load_spec([], [], ["model.path=a/b", "data.train_files=x"]).spec)
+        refuse_unfit(model, load_spec([], [], ["model.path=a/b", "data.train_files=x"]).spec)
 
 
 def test_a_run_warns_of_a_template_that_ends_replies_with_no_stop_token():

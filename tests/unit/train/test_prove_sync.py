@@ -16,9 +16,10 @@ from rlctl.engine.lora import Adapter, adapter_parameters, add_lora, plain_weigh
 from rlctl.engine.perturb import parts_of, perturbed
 from rlctl.errors import RunFailure
 from rlctl.rollout.hf import HFRollout
-from rlctl.rollout.protocol import EngineLock, LockedRollout, Policy
-from rlctl.spec.load import load_spec
-from rlctl.spec.model import ALL_LINEAR
+from rlctl.rollout.protocol import Policy
+from rlctl.rollout.shared_engine import EngineLock, LockedRollout
+from rlctl.run_spec.load import load_spec
+from rlctl.run_spec.model import ALL_LINEAR
 from rlctl.train.sync import confirm_sync, prove_sync
 from tests.models import tiny_model
 from tests.unit.rollout.test_hf_rollout import TOKENIZER, random_model

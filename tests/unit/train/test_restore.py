@@ -11,7 +11,7 @@ import torch
 from rlctl.engine.checkpoint import CHECKPOINTS, TrainerState, begin, publish
 from rlctl.engine.ranks import Ranks
 from rlctl.errors import UsageError
-from rlctl.spec.load import load_spec
+from rlctl.run_spec.load import load_spec
 from rlctl.train.saving import restore as restore_run
 from rlctl.train.stream import RolloutStream
 
@@ -32,7 +32,9 @@ def restore(root: Path, *, staleness: int = 0):
     (partial / "engine" / "states").write_text("of two ranks")
     publish(checkpoints, partial, TrainerState(3, 6, 2), keep=None)
     rollout = SimpleNamespace(sync_weights=lambda _weights, policy_version: None)
-    run = SimpleNamespace(actor=Actor(), rollout=rollout, critic=None, draws=None, run_dir=root)
+    run = SimpleNamespace(
+        actor=Actor(), rollout=rollout, critic=None, draws=None, capabilities=(), run_dir=root
+    )
     run.stream, run.ranks = RolloutStream(None, ahead=staleness, last_step=9), ALONE
     run.spec = load_spec([], [], [f"rollout.staleness={staleness}"]).spec
     restore_run(run)

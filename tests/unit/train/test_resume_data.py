@@ -13,7 +13,7 @@ import pytest
 from rlctl.data.prompts import PromptDataset
 from rlctl.data.schema import Message, Row
 from rlctl.errors import UsageError
-from rlctl.spec.run_spec import RunSpec
+from rlctl.run_spec.run_spec import RunSpec
 from rlctl.train.resume import compare_inputs, file_fingerprints
 from tests.own_model import save_tiny_qwen2
 from tests.unit.rollout.test_hf_rollout import TOKENIZER

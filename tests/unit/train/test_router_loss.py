@@ -12,7 +12,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from transformers.models.qwen3_moe.modeling_qwen3_moe import load_balancing_loss_func
 
 from rlctl.errors import SpecError, UsageError
-from rlctl.spec.load import load_spec
+from rlctl.run_spec.load import load_spec
 from rlctl.train.update import update
 from tests.models import VOCABULARY, tiny_batch, tiny_model
 from tests.unit.train.updates import (

@@ -16,15 +16,15 @@ from rlctl.engine.ranks import Ranks
 from rlctl.environment.build import EpisodeSource
 from rlctl.reward.build import Reward
 from rlctl.reward.protocol import Graded, RewardResult, Scorer
-from rlctl.spec.load import load_spec
-from rlctl.spec.model import RECIPE
-from rlctl.spec.rollout import OverlongSpec
-from rlctl.spec.run_spec import RunSpec
+from rlctl.run_spec.load import load_spec
+from rlctl.run_spec.model import RECIPE
+from rlctl.run_spec.rollout import OverlongSpec
+from rlctl.run_spec.run_spec import RunSpec
 from rlctl.tiny.model import build_tokenizer
 from rlctl.train.sample_and_grade import greedy_baseline, sample_and_grade, sample_groups
 from rlctl.train.step_metrics import StepTimer
 from rlctl.train.stream import RolloutStream
-from tests.episodes import RandomEngine, groups_of, same
+from tests.episodes import RandomEngine, flat, groups_of, same
 
 TOKENIZER = build_tokenizer(RECIPE)
 ROWS = [Row("s", (Message("user", f"{place + 10}+1="),), str(place)) for place in range(11)]
@@ -85,10 +85,10 @@ def timer() -> StepTimer:
 def by_place(graded: list[Graded]) -> dict[int, tuple[Group, list[float], list[float] | None]]:
     found = {}
     for part in graded:
-        sizes = [len(group) for group in part.groups]
+        sizes = [len(group) for group in part.episodes.groups]
         scores = part.rewards.scores.split(sizes)
         baselines = part.baseline.scores.split(sizes) if part.baseline else [None] * len(sizes)
-        for group, own, baseline in zip(part.groups, scores, baselines, strict=True):
+        for group, own, baseline in zip(part.episodes.groups, scores, baselines, strict=True):
             found[group[0].task.group_id] = (
                 group,
                 own.tolist(),
@@ -115,7 +115,7 @@ def test_the_groups_and_grades_are_the_same_on_any_number_of_ranks(estimator: st
             lengths = [float(episode.num_sampled) for episode in part.episodes]
             assert part.rewards.scores.tolist() == lengths
             assert part.sampling_cost == {}
-        rows |= {group[0].task.row for group in whole.groups}
+        rows |= {group[0].task.row for group in whole.episodes.groups}
     assert len(rows) == 11, "16 prompts are all rows and some of the next epoch"
 
 
@@ -123,11 +123,11 @@ def test_only_graded_whole_responses_are_trained_on() -> None:
     [group] = groups_of(sizes=(5,))
     told = (*group[:4], Episode(group[0].task, 4, group[4].sequences, "", "aborted"))
     rewards = RewardResult(torch.arange(5.0), torch.tensor([True, False, True, True, True]))
-    assert Graded([told], rewards, None, {}).valid.tolist() == [True, False, True, True, False]
+    assert Graded(flat([told]), rewards, None, {}).valid.tolist() == [True, False, True, True, False]
     baseline = RewardResult(torch.zeros(5), torch.tensor([True, True, False, True, True]))
-    assert Graded([told], rewards, baseline, {}).valid.tolist() == [True, False, False, True, False]
+    assert Graded(flat([told]), rewards, baseline, {}).valid.tolist() == [True, False, False, True, False]
     none = RewardResult(torch.zeros(0), torch.zeros(0, dtype=torch.bool))
-    assert Graded([], none, None, {}).valid.tolist() == []
+    assert Graded(flat([]), none, None, {}).valid.tolist() == []
 
 
 # --- the greedy response to the same prompt -----------------------------------------------------------
@@ -154,7 +154,7 @@ def test_a_response_is_compared_with_the_greedy_one_to_its_own_prompt(sizes, is_
     groups = groups_of(sizes=sizes)[:: -1 if is_reversed else 1]
     reward = Places()
     run = run_of(spec_of("remax"), reward=reward)
-    baseline = greedy_baseline(run, 1, groups, timer())
+    baseline = greedy_baseline(run, 1, flat(groups), timer())
     assert baseline.scores.tolist() == [10.0 * e.task.group_id for group in groups for e in group]
     [requests] = run.rollout.calls
     assert [list(request.token_ids) for request in requests] == [list(g[0].task.prompt_ids) for g in groups]
@@ -165,7 +165,7 @@ def test_a_response_is_compared_with_the_greedy_one_to_its_own_prompt(sizes, is_
 def test_without_a_grade_of_the_greedy_response_its_prompt_is_left_out() -> None:
     """A baseline of 0 in its place would reward every response of that prompt."""
     groups = groups_of(sizes=(2, 3, 1))
-    baseline = greedy_baseline(run_of(spec_of("remax"), reward=Places(ungraded=1)), 1, groups, timer())
+    baseline = greedy_baseline(run_of(spec_of("remax"), reward=Places(ungraded=1)), 1, flat(groups), timer())
     assert baseline.valid.tolist() == [True, True, False, False, False, True]
     assert baseline.errors == ["no"]
 

@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 
 from rlctl.errors import RunFailure
-from rlctl.spec.load import load_spec
-from rlctl.spec.model_size import checkpoint_bytes
+from rlctl.run_spec.load import load_spec
+from rlctl.run_spec.model_size import checkpoint_bytes
 from rlctl.train import saving
 from rlctl.train.preflight import check_disk
 from rlctl.train.saving import Saver, best_validation

@@ -9,10 +9,10 @@ import torch
 
 from rlctl.engine.ranks import Ranks
 from rlctl.errors import SpecError
-from rlctl.spec.algorithm import ActorSpec
-from rlctl.spec.keys import changes
-from rlctl.spec.load import load_spec
-from rlctl.spec.run_spec import RunSpec
+from rlctl.run_spec.algorithm import ActorSpec
+from rlctl.run_spec.keys import changes
+from rlctl.run_spec.load import load_spec
+from rlctl.run_spec.run_spec import RunSpec
 from rlctl.track.run_dir import open_run_dir
 from rlctl.train import start
 from rlctl.train.preflight import check_inputs

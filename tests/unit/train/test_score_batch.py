@@ -10,16 +10,15 @@ import torch
 from torch import Tensor
 
 from rlctl.algos.segments import Segments, to_host
-from rlctl.batch import Episode, ModelInputs, TokenBatch
-from rlctl.batch import Sequence as TokenSequence
+from rlctl.batch import Episode, ModelInputs, TokenBatch, TokenSequence
 from rlctl.engine.protocol import PolicyOutput
 from rlctl.errors import RunFailure
 from rlctl.reward.protocol import Graded, RewardResult
-from rlctl.spec.load import load_spec
-from rlctl.spec.run_spec import RunSpec
+from rlctl.run_spec.load import load_spec
+from rlctl.run_spec.run_spec import RunSpec
 from rlctl.train.score_batch import score_batch, train_batch, with_advantages
 from rlctl.train.step_metrics import StepTimer, episode_metrics, episode_sums
-from tests.episodes import task_of
+from tests.episodes import flat, task_of
 from tests.unit.train.updates import alone
 
 #: Responses with tool output in the middle, at the end, at the start; one token; none.
@@ -64,7 +63,7 @@ def run_of(spec: RunSpec, **models: object) -> SimpleNamespace:
         log_probs = said(-0.1)(inputs)
         return PolicyOutput(log_probs, log_probs, said(0.01)(inputs) if sum_pi_squared else None)
 
-    known = {"actor": SimpleNamespace(policy=policy), "ref": None, "teacher": None, "critic": None}
+    known = {"actor": SimpleNamespace(policy=policy), "ref": None, "capabilities": (), "critic": None}
     return SimpleNamespace(spec=spec, ranks=alone(), data_ranks=alone(), **(known | models))
 
 
@@ -90,7 +89,7 @@ def graded_by(
 ) -> Graded:
     episodes = [(changed or {}).get(row) or episode(row) for row in range(ROWS)]
     groups = [tuple(episodes[start : start + 3]) for start in range(0, ROWS, 3)]
-    return Graded(groups, RewardResult(scores, valid), baseline, {})
+    return Graded(flat(groups), RewardResult(scores, valid), baseline, {})
 
 
 def trained_on(spec: RunSpec, graded: Graded) -> TokenBatch:
@@ -115,7 +114,7 @@ def test_the_score_is_the_reward_of_the_last_token_sampled() -> None:
     batch = trained_on(spec_of("rloo"), graded_by())
     for row, rewards in rows_of(batch.rewards).items():
         assert rewards == [0.0] * (LENGTHS[row] - 1) + [SCORES[row].item()] * (LENGTHS[row] > 0)
-    assert batch.age.tolist() == [5] * sum(LENGTHS)
+    assert batch.column("age").tolist() == [5] * sum(LENGTHS)
 
 
 def test_rewards_of_the_environment_stay_where_they_are() -> None:
@@ -151,7 +150,7 @@ def test_alternating_sequences_are_read_in_the_order_of_their_turns() -> None:
         assert batch.rewards[:3].tolist() == [0.25, 2.25, 0.5]
         values = torch.arange(len(batch.turns)) / 8
         spec = spec_of(estimator, "algorithm.gamma=0.5", "algorithm.lam=1.0")
-        found = getattr(with_advantages(replace(batch, values=values), spec.algorithm, alone()), name)
+        found = with_advantages(batch.with_columns(values=values), spec.algorithm, alone()).column(name)
         if name == "advantages":  # whitened: a linear function of G
             slope = (found[1] - found[2]) / (2.25 - 1.625)
             found = 2.25 + (found - found[1]) / slope
@@ -177,8 +176,7 @@ def test_whole_responses_are_compared_by_their_scores() -> None:
     batch = with_advantages(scored_by(spec, graded_by()), spec.algorithm, alone())
     for row, found in rows_of(batch.advantages).items():
         siblings = [other for other in range(ROWS) if GROUPS[other] == GROUPS[row] and other != row]
-        # The empty response has no token to carry its score.
-        others = [SCORES[other].item() * (LENGTHS[other] > 0) for other in siblings]
+        others = [SCORES[other].item() for other in siblings]
         advantage = SCORES[row].item() - sum(others) / len(others)
         assert found == pytest.approx([advantage] * LENGTHS[row]), row
 
@@ -229,15 +227,15 @@ def test_old_log_probs_are_the_rollouts_or_the_trainers(bypass: bool, estimator:
     scored = scored_by(spec, graded_by())
     own = said(-0.1)(scored.inputs)
     assert torch.equal(scored.old_log_probs, scored.rollout_log_probs if bypass else own)
-    assert (scored.score_norms is not None) == (estimator != "rloo")
-    assert (scored.sequence_weights is not None) == (estimator == "off_policy_optimal_baseline")
-    if scored.score_norms is not None:  # of the policy about to be updated, in both modes
+    assert ("score_norms" in scored.columns) == (estimator != "rloo")
+    assert ("sequence_weights" in scored.columns) == (estimator == "off_policy_optimal_baseline")
+    if "score_norms" in scored.columns:  # of the policy about to be updated, in both modes
         squares = said(0.01)(scored.inputs)
-        torch.testing.assert_close(scored.score_norms, 1.0 - 2.0 * own.exp() + squares)
-    if scored.sequence_weights is not None:
+        torch.testing.assert_close(scored.column("score_norms"), 1.0 - 2.0 * own.exp() + squares)
+    if "sequence_weights" in scored.columns:
         gaps = [sum(row) for row in rows_of(own - scored.rollout_log_probs).values()]
         expected = torch.tensor(gaps).clamp(-20.0, 20.0).exp()
-        torch.testing.assert_close(scored.sequence_weights.float(), expected, rtol=1e-4, atol=1e-6)
+        torch.testing.assert_close(scored.column("sequence_weights").float(), expected, rtol=1e-4, atol=1e-6)
 
 
 @pytest.mark.parametrize(

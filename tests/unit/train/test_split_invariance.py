@@ -12,9 +12,9 @@ from itertools import pairwise
 import pytest
 import torch
 
-from rlctl.batch import Episode, TokenBatch
-from rlctl.batch import Sequence as TokenSequence
+from rlctl.batch import Episode, TokenBatch, TokenSequence
 from rlctl.train.update import update
+from tests.changed import changed
 from tests.episodes import task_of
 from tests.models import VOCABULARY, naive_log_probs, tiny_model
 from tests.unit.train.updates import BYPASS, CLIP, DECOUPLED, REINFORCE, RS, PlainEngine, alone, settings_of
@@ -56,7 +56,7 @@ def batch_of(cuts_of: list[tuple[int, ...]]) -> TokenBatch:
     old = own + 0.1 * noise[1]
     policies = {"rollout_log_probs": own + 0.3 * noise[0], "old_log_probs": old}
     of_episodes = batch.units.episode.spread(noise[3][:EPISODES])
-    return replace(batch, **policies, ref_log_probs=old + 0.2 * noise[2], advantages=of_episodes)
+    return changed(batch, **policies, ref_log_probs=old + 0.2 * noise[2], advantages=of_episodes)
 
 
 WHOLE: list[tuple[int, ...]] = [()] * EPISODES

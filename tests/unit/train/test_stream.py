@@ -12,11 +12,11 @@ from pathlib import Path
 import pytest
 import torch
 
-from rlctl.batch import Episode, Group, Task, TokenLists
-from rlctl.batch import Sequence as TokenSequence
+from rlctl.batch import Episode, Task, TokenLists, TokenSequence
+from rlctl.episodes import Episodes
 from rlctl.errors import RunFailure
 from rlctl.train.stream import RolloutStream
-from tests.episodes import groups_of, same
+from tests.episodes import flat, groups_of, same
 
 LAST = 7
 
@@ -28,18 +28,17 @@ class Sampler:
         self.version = 0
         self.asked: list[int] = []
 
-    def __call__(self, step: int, index: int = 0) -> list[Group]:
+    def __call__(self, step: int, index: int = 0) -> Episodes:
         self.asked.append(step)
-        return groups_of(seed=step, version=self.version)
+        return flat(groups_of(seed=step, version=self.version))
 
 
 def stream_of(sampler: Sampler, staleness: int, last_step: int = LAST) -> RolloutStream:
     return RolloutStream(sampler, ahead=staleness, last_step=last_step)
 
 
-def version_of(groups: list[Group]) -> int:
-    sequences = [sequence for group in groups for episode in group for sequence in episode.sequences]
-    [version] = {version for sequence in sequences for version in sequence.versions.tolist()}
+def version_of(episodes: Episodes) -> int:
+    [version] = set(episodes.tokens.versions.tolist())
     return version
 
 
@@ -51,9 +50,9 @@ def test_a_batch_is_as_old_as_asked(staleness: int) -> None:
     stream = stream_of(sampler, staleness)
     for step in range(1, LAST + 1):
         sampler.version = step - 1
-        groups = stream.take(step)
-        assert same(groups, groups_of(seed=step, version=version_of(groups)))  # in order
-        assert version_of(groups) == max(0, step - 1 - staleness)
+        episodes = stream.take(step)
+        assert same(episodes, flat(groups_of(seed=step, version=version_of(episodes))))  # in order
+        assert version_of(episodes) == max(0, step - 1 - staleness)
         assert sampler.asked == list(range(1, min(step + staleness, LAST) + 1))  # and none beyond the end
 
 
@@ -78,15 +77,15 @@ def test_resumed_it_goes_on_with_the_same_batches(tmp_path: Path, staleness: int
 
 
 def test_what_tokens_were_sampled_from_waits_with_them(tmp_path: Path) -> None:
-    def sample(step: int, _: int) -> list[Group]:
-        return groups_of(seed=step, with_kept=True, num_most_likely=3)
+    def sample(step: int, _: int) -> Episodes:
+        return flat(groups_of(seed=step, with_kept=True, num_most_likely=3))
 
     stream, resumed = (RolloutStream(sample, ahead=1, last_step=LAST) for _ in range(2))
     stream.take(1)
     stream.save(tmp_path, rank=0)
     resumed.resume(1, tmp_path, 0)
     before, after = stream.take(2), resumed.take(2)
-    [sequence] = after[0][0].sequences
+    [sequence] = after[0].sequences
     assert sequence.kept.ids.any()
     assert sequence.most_likely.log_probs.any()
     assert same(before, after)
@@ -101,20 +100,19 @@ def test_whatever_an_environment_makes_waits_unchanged(tmp_path: Path) -> None:
         log_probs=torch.tensor([-0.5, float("nan"), -float("inf")]),
         versions=torch.tensor([7, 7, 9]),
         turns=turns,
-        rewards=torch.tensor([0.0, 0.25, 1.0]),
+        rewards=torch.tensor([0.0, 0.25, 1.0]).double(),
         kept=TokenLists(torch.tensor([1, 0, 2]).int(), torch.tensor([1, 5, 6]).int()),
     )
     task = Task((0,), "p", 3, 5, "s", "t", {"a": {"b": [1, None, "é"]}}, ({"role": "user"},), 1.5)
     whole = Episode(task, 0, (sequence, replace(sequence, turns=turns + 1)), "r", "max_turns", 0.5)
     failed = Episode(task, 1, (), "", "error", error="no", metrics={"calls": 2.0}, messages=({"role": "x"},))
-    groups: list[Group] = [(whole, failed), ()]
-    stream = RolloutStream(lambda *_: groups, ahead=1, last_step=LAST)
+    episodes = flat([(whole, failed)])
+    stream = RolloutStream(lambda *_: episodes, ahead=1, last_step=LAST)
     stream.take(1)
     stream.save(tmp_path, rank=0)
     stream.resume(1, tmp_path, 0)
-    (found, other), empty = stream.take(2)
-    assert empty == ()
-    assert repr((found, other)) == repr(groups[0])
+    found, other = stream.take(2)
+    assert repr((found, other)) == repr((whole, failed))
     assert found.sequences[1].log_probs.isnan().tolist() == [False, True, False]
 
 
@@ -129,7 +127,7 @@ def test_meanwhile_it_is_never_older_than_asked(executor: ThreadPoolExecutor, ah
     """Independent of timing: trainer and sampler are slowed down alternately."""
     sampler = Sampler()
 
-    def sample(step: int, _: int) -> list[Group]:
+    def sample(step: int, _: int) -> Episodes:
         time.sleep(0.02 * (step % 2))
         return sampler(step)
 
@@ -147,10 +145,10 @@ def test_meanwhile_it_is_never_older_than_asked(executor: ThreadPoolExecutor, ah
 def test_it_samples_while_the_trainer_trains(executor: ThreadPoolExecutor) -> None:
     began = threading.Event()
 
-    def sample(step: int, _: int) -> list[Group]:
+    def sample(step: int, _: int) -> Episodes:
         if step == 2:
             began.set()
-        return groups_of(seed=step)
+        return flat(groups_of(seed=step))
 
     RolloutStream(sample, ahead=1, last_step=LAST, executor=executor).take(1)
     assert began.wait(60)  # batch 2 has not been requested yet
@@ -161,7 +159,7 @@ def test_what_was_being_sampled_at_a_checkpoint_is_sampled_again_and_counted(
 ) -> None:
     sampler, began, may_go = Sampler(), threading.Event(), threading.Event()
 
-    def sample(step: int, _: int) -> list[Group]:
+    def sample(step: int, _: int) -> Episodes:
         if step == 3:
             began.set()
             may_go.wait(60)
@@ -181,17 +179,17 @@ def test_what_was_being_sampled_at_a_checkpoint_is_sampled_again_and_counted(
     resumed = RolloutStream(other, ahead=4, last_step=LAST, executor=executor)
     resumed.resume(1, tmp_path, 0)
     for step in range(2, LAST + 1):
-        groups = resumed.take(step)
-        assert same(groups, groups_of(seed=step))
-        assert resumed.num_restarted == (sum(map(len, groups)) if step in {3, 4, 5} else 0)
+        episodes = resumed.take(step)
+        assert same(episodes, flat(groups_of(seed=step)))
+        assert resumed.num_restarted == (len(episodes) if step in {3, 4, 5} else 0)
     assert other.asked == list(range(3, LAST + 1))
 
 
 def test_a_batch_that_could_not_be_sampled_is_heard_of_when_it_is_due(executor: ThreadPoolExecutor) -> None:
-    def sample(step: int, _: int) -> list[Group]:
+    def sample(step: int, _: int) -> Episodes:
         if step == 2:
             raise RunFailure("the engine is gone")
-        return groups_of(seed=step)
+        return flat(groups_of(seed=step))
 
     stream = RolloutStream(sample, ahead=2, last_step=LAST, executor=executor)
     stream.take(1)

@@ -14,10 +14,12 @@ from rlctl.engine.deepspeed import FrozenPolicy
 from rlctl.engine.lora import adapter_parameters, add_lora, plain_weights
 from rlctl.engine.ranks import Ranks
 from rlctl.errors import RunFailure
+from rlctl.rollout.expected_weights import PlainWeights
 from rlctl.rollout.hf import HFRollout
-from rlctl.rollout.protocol import EngineLock, LockedRollout, PlainWeights
-from rlctl.spec.load import load_spec
-from rlctl.spec.model import ALL_LINEAR
+from rlctl.rollout.protocol import EngineReport
+from rlctl.rollout.shared_engine import EngineLock, LockedRollout
+from rlctl.run_spec.load import load_spec
+from rlctl.run_spec.model import ALL_LINEAR
 from rlctl.train.loop import performance
 from rlctl.train.step_metrics import StepTimer
 from rlctl.train.sync import confirm_sync
@@ -44,11 +46,12 @@ def engine() -> HFRollout:
 
 def test_memory_of_a_sleeping_engine_is_not_counted_as_used(monkeypatch: pytest.MonkeyPatch) -> None:
     """torch counts what vLLM's allocator has given back to the driver as allocated."""
-    engine, timer = SimpleNamespace(sleeping_bytes=30 * 2**30), StepTimer(torch.device("cpu"))
+    report = EngineReport(sleeping_bytes=30 * 2**30)
+    engine, timer = SimpleNamespace(report=lambda: report), StepTimer(torch.device("cpu"))
     timer.seconds["step"] = 1.0
     monkeypatch.setattr(torch.cuda, "max_memory_allocated", lambda: 95 * 2**30)
     for rollout, gib in ((engine, 65.0), (SimpleNamespace(), 95.0)):
-        own = LockedRollout(rollout, EngineLock(), first=True).sleeping_bytes
+        own = LockedRollout(rollout, EngineLock(), first=True).report().sleeping_bytes
         ranks = Ranks(0, 1, torch.device("cuda"))
         found = performance({"perf/total_num_tokens": 1.0}, timer, ranks, own)
         assert found["perf/max_memory_allocated_gb"] == gib

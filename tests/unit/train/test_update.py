@@ -11,7 +11,7 @@ import torch
 from rlctl.algos.segments import Segments
 from rlctl.batch import TokenBatch
 from rlctl.errors import RunFailure
-from rlctl.spec.run_spec import GuardrailsSpec
+from rlctl.run_spec.run_spec import GuardrailsSpec
 from rlctl.train.update import update
 from tests.models import naive_log_probs, tiny_model
 from tests.reference.correction import reference
@@ -119,7 +119,7 @@ def test_figures_of_several_steps_are_their_means() -> None:
         steps.append(outcome.metrics)
     for name in ("actor/pg_loss", "actor/grad_norm", "actor/kl_loss"):
         mean = sum(metrics[name] for metrics in steps) / 4
-        assert whole.metrics[name] == pytest.approx(mean, rel=1e-5, abs=1e-7), name
+        assert whole.metrics[name] == pytest.approx(mean, rel=1e-5, abs=1e-6), name
     assert whole.metrics["actor/lr"] == pytest.approx(0.10)
     factors = [metrics["rollout_corr/rollout_is_batch_norm_factor"] for metrics in steps]
     assert max(factors) > 1.01 * min(factors)
@@ -465,7 +465,7 @@ def test_nan_of_the_updated_policy_is_counted_and_withholds_the_step(mode, micro
 
 
 def test_settings_of_a_spec_resolve_nulls() -> None:
-    from rlctl.spec.load import load_spec
+    from rlctl.run_spec.load import load_spec
     from rlctl.train.settings import UpdateSettings
 
     overrides = ["actor.clip_ratio_high=0.28", "algorithm.rollout_correction.bypass_mode=false"]

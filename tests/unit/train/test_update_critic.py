@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from dataclasses import replace
 from statistics import fmean, pvariance
 
 import pytest
@@ -11,6 +10,7 @@ import torch
 
 from rlctl.train.update_critic import update_critic
 from tests.processes import on_ranks
+from tests.rounding import assert_same_steps
 from tests.unit.engine.test_critic import naive_values
 from tests.unit.train import critics
 from tests.unit.train.critics import CASES, CLIP, PlainCritic, batch_of, lr_of, spec_of
@@ -28,7 +28,7 @@ def slow_loss(module, batch, agg_mode: str):
     for places in (range(start, end) for start, end in zip([0, *ends], ends, strict=False)):
         tokens = []
         for t in places:
-            new, old, target = values[t], float(batch.values[t]), float(batch.returns[t])
+            new, old, target = values[t], float(batch.column("values")[t]), float(batch.column("returns")[t])
             held = new.clamp(old - CLIP, old + CLIP)
             clipped += bool((held - target) ** 2 > (new - target) ** 2)
             tokens.append(0.5 * torch.maximum((new - target) ** 2, (held - target) ** 2))
@@ -64,8 +64,8 @@ def slow_update(name: str):
                     parameter.sub_(lr_of(len(losses)) * parameter.grad)
             losses.append(loss.item())
             seen, clipped = seen + values, clipped + bound
-    returns = batch.returns.tolist()
-    residuals = (batch.returns - batch.values).tolist()
+    returns = batch.column("returns").tolist()
+    residuals = (batch.column("returns") - batch.column("values")).tolist()
     return module, {
         "critic/vf_loss": fmean(losses),
         "critic/vf_clipfrac": clipped / len(seen),
@@ -106,19 +106,18 @@ def test_same_result_however_cut(found, world_size: int, name: str, micro: Micro
     for result in found[world_size]:
         got, tensors = result[name, micro]
         assert got == pytest.approx(metrics, rel=2e-4, abs=2e-6)
-        for parameter, tensor in weights.items():
-            torch.testing.assert_close(tensors[parameter], tensor, rtol=0, atol=3e-5)
+        assert_same_steps(tensors, weights, critics.lrs_of(name), sum(critics.LENGTHS))
 
 
 @pytest.mark.parametrize(("seen", "explained"), [("returns", 1.0), ("constant", 0.0), ("nothing", 0.0)])
 def test_explained_variance(seen: str, explained: float) -> None:
     batch = batch_of()
     if seen == "returns":
-        batch = replace(batch, values=batch.returns)
+        batch = batch.with_columns(values=batch.column("returns"))
     elif seen == "constant":
-        batch = replace(batch, values=torch.full_like(batch.returns, 0.7))
+        batch = batch.with_columns(values=torch.full_like(batch.column("returns"), 0.7))
     else:  # to explain
-        batch = replace(batch, returns=torch.full_like(batch.returns, 0.7))
+        batch = batch.with_columns(returns=torch.full_like(batch.column("returns"), 0.7))
     metrics = update_critic(batch, PlainCritic(), alone(), spec_of("one step"), lr_of, 0)
     assert metrics["critic/vf_explained_var"] == pytest.approx(explained, abs=1e-6)
 

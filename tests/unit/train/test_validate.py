@@ -17,8 +17,8 @@ from rlctl.evaluate.compare import compare
 from rlctl.evaluate.samples import read_samples
 from rlctl.reward.build import build_reward
 from rlctl.rollout.hf import HFRollout
-from rlctl.rollout.protocol import EngineLock, LockedRollout
-from rlctl.spec.load import load_spec
+from rlctl.rollout.shared_engine import EngineLock, LockedRollout
+from rlctl.run_spec.load import load_spec
 from rlctl.train.validate import validate
 from tests.processes import on_ranks
 from tests.unit.evaluate.runs import quick_task

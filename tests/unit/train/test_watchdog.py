@@ -12,7 +12,8 @@ from types import SimpleNamespace
 import pytest
 
 from rlctl.errors import RlctlError
-from rlctl.processes import note_progress
+from rlctl.processes import note_progress, progress
+from rlctl.track.open_run import phase_of
 from rlctl.train import stop
 from rlctl.train.stop import Watchdog
 
@@ -20,7 +21,7 @@ from rlctl.train.stop import Watchdog
 @pytest.fixture
 def idle(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """The main thread does not progress, independent of the test."""
-    monkeypatch.setattr(stop, "_stacks", lambda: "the same")
+    monkeypatch.setattr(stop, "_stacks", lambda trains: "the same")
     monkeypatch.setattr(stop, "_SILENT_S", 0.2)
     return iter([None])
 
@@ -137,3 +138,48 @@ def test_time_in_which_the_whole_process_was_stopped_is_not_idle(
     monkeypatch.setattr(dog, "_is_over", SimpleNamespace(wait=wait, set=lambda: None))
     dog._watch()
     assert "no progress for 60 s" in ended[0].what
+
+
+@pytest.mark.parametrize(
+    ("phase", "ends"), [("update_actor", True), ("save_checkpoint", True), ("gen", False)]
+)
+def test_sampling_ahead_hides_no_hang_in_training(tmp_path: Path, phase: str, ends: bool) -> None:
+    """Sampling threads go on, and note progress, while the main thread hangs."""
+    over = threading.Event()
+
+    def samples() -> None:
+        while not over.is_set():
+            note_progress()
+            over.wait(0.01)
+
+    others = [threading.Thread(target=samples, name=f"rollouts{kind}") for kind in ("_0", "-http")]
+    for thread in others:
+        thread.start()
+    dog, ended, _ = watch(0, 1, tmp_path, timeout=0.6)
+    try:
+        with dog:
+            dog.begin_phase(phase)
+            over.wait(2.0)  # the main thread does nothing else
+        assert bool(ended) == ends
+    finally:
+        over.set()
+        for thread in others:
+            thread.join()
+
+
+def test_progress_that_the_main_thread_notes_counts_in_training(tmp_path: Path, idle: None) -> None:
+    before = progress(of_main=True), progress()
+    note_progress()
+    thread = threading.Thread(target=note_progress)
+    thread.start()
+    thread.join()
+    assert (progress(of_main=True) - before[0], progress() - before[1]) == (1, 2)
+
+
+def test_the_phase_of_a_single_rank_is_there_for_others_from_its_start_to_its_end(tmp_path: Path) -> None:
+    dog, _, _ = watch(0, 1, tmp_path, timeout=600.0)
+    assert phase_of(tmp_path) == "starting"
+    dog.begin_phase("loading a model")
+    with dog:
+        until(lambda: phase_of(tmp_path) == "loading a model")
+    assert list(tmp_path.iterdir()) == []

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 
 import torch
 
@@ -13,10 +13,11 @@ from rlctl.engine.deepspeed import DeepSpeedEngine
 from rlctl.engine.log_probs import PolicyModule
 from rlctl.engine.protocol import PolicyOutput, StepResult
 from rlctl.engine.ranks import Ranks
-from rlctl.spec.algorithm import ActorSpec, RolloutCorrectionSpec, TeacherSpec
-from rlctl.spec.resolve import correction_rules
+from rlctl.run_spec.algorithm import ActorSpec, RolloutCorrectionSpec, TeacherSpec
+from rlctl.run_spec.resolve import correction_rules
 from rlctl.train.settings import UpdateSettings
 from rlctl.train.update import update
+from tests.changed import changed
 from tests.models import tiny_batch, tiny_model
 from tests.properties.batches import loss_rule, update_settings
 
@@ -59,12 +60,13 @@ class Case:
         is_zero[list(self.zero_advantage)] = True
         advantages = batch.advantages.masked_fill(batch.units.episode.spread(is_zero), 0.0)
         most_likely = lists_of(model, batch, self.correction.get("score_centering"))
-        batch = replace(batch, advantages=advantages, most_likely=most_likely)
+        batch = changed(batch, advantages=advantages, most_likely=most_likely)
         if not self.terms.get("teacher_kl_coef"):
             return batch
         listed = lists_of(model, batch, None if "teacher_kl_type" in self.terms else 4)
         tail = None if listed is None else (-listed.padded()[1].exp().sum(1)).log1p()
-        return replace(batch, teacher_log_probs=batch.ref_log_probs, teacher_top_k=listed, teacher_tail=tail)
+        columns = {"teacher_log_probs": batch.column("ref_log_probs"), "teacher_tail": tail}
+        return batch.with_columns(**columns, most_likely=listed)
 
     @property
     def options(self) -> dict[str, object]:
@@ -240,7 +242,7 @@ def batch_of(model, rows: int = ROWS, seed: int = 3) -> TokenBatch:
     batch = tiny_batch(model, rows, seed=seed, horizon=HORIZON, gap=0.3)
     noise = torch.randn(rows, HORIZON, generator=torch.Generator().manual_seed(1000 + seed))
     sampled = torch.arange(HORIZON) < batch.units.episode.lengths[:, None]
-    return replace(batch, ref_log_probs=batch.old_log_probs + 0.3 * noise[sampled])
+    return batch.with_columns(ref_log_probs=batch.old_log_probs + 0.3 * noise[sampled])
 
 
 def by_row(batch: TokenBatch, column: torch.Tensor) -> Sequence[torch.Tensor]:
@@ -296,6 +298,10 @@ def sizes_of(micro: Micro) -> dict[str, int | None]:
     return {"micro_sequences": micro, "micro_tokens": None}
 
 
+def lr_of(number: int) -> float:
+    return 2e-3 * (number + 1)
+
+
 def invariance(ranks: Ranks, plan: list[tuple]):
     """What `one_update` finds of each of its arguments."""
     return {case: one_update(ranks, *case) for case in plan}
@@ -323,11 +329,12 @@ def one_update(ranks: Ranks, name: str, micro: Micro, stage: int = 0, dtype: tor
     settings = settings_of(
         case.correction, epochs=case.epochs, mini_rows=mini, **sizes_of(micro), **case.options
     )
-    outcome = update(batch, actor, ranks, settings, lambda number: 2e-3 * (number + 1), 0)
+    outcome = update(batch, actor, ranks, settings, lr_of, 0)
     seen = outcome.seen
     return {
         "metrics": outcome.metrics,
         "num_updates": outcome.num_updates,
+        "num_tokens": len(batch.advantages),
         "rows": mine,
         "seen": [by_row(batch, getattr(seen, name)) for name in ("training_log_probs", "weights", "keep")],
         "weights": {n: t.detach().float().clone() for n, t in actor.weights()},

@@ -14,8 +14,8 @@ import yaml
 
 from rlctl.cli.diagnose_questions import ask
 from rlctl.errors import UsageError
-from rlctl.spec.algorithm import RolloutCorrectionSpec
-from rlctl.spec.load import dump_spec, load_spec
+from rlctl.run_spec.algorithm import RolloutCorrectionSpec
+from rlctl.run_spec.load import dump_spec, load_spec
 from rlctl.what_if.dumps import Step
 from rlctl.what_if.replay import replay
 from rlctl.what_if.setting_sums import SettingSums
@@ -178,9 +178,11 @@ def test_a_rule_that_reads_ages_is_omitted(tmp_path: Path) -> None:
     for number, rule in enumerate((f"{OWN}rollout_rs=age {OWN}rollout_rs_threshold=1".split(), [weight])):
         run = tmp_path / str(number)
         run.mkdir()
-        found = what_if(run_directory(run, *rule, steps=1))
+        directory = run_directory(run, *rule, steps=1)
+        found = what_if(directory, trust=True)
         assert "the ages of responses are not in the dump: the run's own setting is omitted" in found.notes
         assert not any(outcome.setting.name == "this run" for outcome in found.outcomes)
+    assert any("no run of yours" in note for note in what_if(directory).notes)
 
 
 def test_without_or_with_a_broken_spec(tmp_path: Path) -> None:
@@ -198,7 +200,7 @@ def printed(
     found: Tradeoff, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> Callable[..., str]:
     """What the command prints of that replay on a terminal of 80 columns."""
-    monkeypatch.setattr("rlctl.what_if.what_if_run.what_if", lambda path: found)
+    monkeypatch.setattr("rlctl.what_if.what_if_run.what_if", lambda path, trust: found)
     for name, value in {"FORCE_COLOR": "1", "TERM": "dumb", "COLUMNS": "80"}.items():
         monkeypatch.setenv(name, value)
 

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from rlctl.errors import UsageError
-from rlctl.spec.algorithm import RolloutCorrectionSpec
+from rlctl.run_spec.algorithm import RolloutCorrectionSpec
 from rlctl.what_if.dumps import Step
 from rlctl.what_if.replay import replay
 from rlctl.what_if.setting_sums import advantages_of

@@ -1,0 +1,616 @@
+"""What a run needs of a machine, by hand; what a machine has too little of is refused with the figures."""
+
+from __future__ import annotations
+
+import re
+import shutil
+from dataclasses import replace
+from importlib import import_module
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from rlctl.cli.app import run
+from rlctl.run_spec import machine as machine_module
+from rlctl.run_spec.load import load_spec
+from rlctl.run_spec.machine import GIB, MACHINES, Machine, machine_of, this_machine
+from rlctl.run_spec.memory import memory_total
+from rlctl.run_spec.model_size import PUBLISHED, ModelSize, Shape, checkpoint_bytes, model_size
+from rlctl.run_spec.placement import Placement
+
+BASE = ["data.train_files=x", "engine.dtype=bf16", "model.path=Qwen/Qwen2.5-7B"]
+P = 7_615_616_512
+
+
+def place(machine: str | Machine, *overrides: str, presets: tuple[str, ...] = ()) -> Placement:
+    spec = load_spec(list(presets), [], [*BASE, *overrides]).spec
+    chosen = MACHINES[machine] if isinstance(machine, str) else machine
+    return Placement(spec, model_size(spec.model), chosen)
+
+
+def errors(placement: Placement) -> dict[str, str]:
+    return {problem.key: problem.what for problem in placement.problems() if problem.severity == "error"}
+
+
+def host(placement: Placement) -> dict[str, float]:
+    return {part.name: part.num_bytes or 0.0 for part in placement.host_parts}
+
+
+UNPINNED = "engine.deepspeed.zero_optimization.offload_optimizer.pin_memory=false"
+
+
+def test_offloading_is_twenty_bytes_a_parameter_on_the_host() -> None:
+    names = ("fp32 weights", "gradients of the step", "moments", "sums of gradients")
+    plain = host(place("1xh100", "engine.zero_stage=3", "engine.offload=optimizer", UNPINNED))
+    assert sum(plain[name] for name in names) == 20 * P
+    two = host(place("1xh100", "engine.zero_stage=2", "engine.offload=optimizer", UNPINNED))
+    assert sum(two.get(name, 0.0) for name in names) == 16 * P  # the sums are on the GPU
+    dense = {
+        part.name: part.num_bytes
+        for part in place("1xh100", "engine.zero_stage=2", "engine.offload=optimizer").gpu_parts
+    }
+    assert dense["gradients"] == 4 * P
+
+
+@pytest.mark.parametrize(
+    ("given", "num_bytes"),
+    [
+        ([], 2 * P),
+        (["engine.zero_stage=3", "trainer.n_gpus_per_node=8"], 2 * P),  # every rank has all of it
+        (["reward.model.dtype=fp32"], 4 * P),
+        (["reward.model.device=cuda:7"], None),
+        (["reward.name=maths"], None),
+        (["reward.terms=[{name: model}, {name: exact}]", "reward.name=auto"], 2 * P),
+    ],
+)
+def test_a_reward_model_on_the_rank_s_gpu_takes_its_memory(given: list[str], num_bytes: float | None) -> None:
+    reward = ("reward.name=model", "reward.model.path=Qwen/Qwen2.5-7B")
+    placement = place("8xh100", *reward, *given)
+    found = {part.name: part.num_bytes for part in placement.gpu_parts}
+    assert found.get("reward model's weights") == num_bytes
+
+
+def test_pinned_buffers_are_powers_of_two() -> None:
+    found = host(place("1xh100", "engine.zero_stage=2", "engine.offload=optimizer"))
+    assert found["fp32 weights"] == found["gradients of the step"] == pytest.approx(32 * GIB)  # 28.4 GiB
+    assert found["moments"] == 8 * P
+    three = host(place("1xh100", "engine.zero_stage=3", "engine.offload=optimizer"))
+    assert three["fp32 weights"] == pytest.approx(P * 4 * GIB / 1e9)  # sub-groups of 10⁹ numbers
+    assert three["sums of gradients"] == 32 * GIB
+
+
+def test_a_sleeping_engine_keeps_its_weights_only_where_no_full_sync_follows() -> None:
+    vllm = ("rollout.name=vllm", "trainer.n_gpus_per_node=8")
+    assert "sleeping vLLM's weights" not in host(place("8xh100", *vllm))
+    for kept in ("rollout.sync_every=2", "model.lora_rank=8"):
+        copy = host(place("8xh100", *vllm, kept))["sleeping vLLM's weights"]
+        assert 8 * 2 * P < copy < 8 * 4 * P
+
+
+def test_the_memory_of_cpu_ranks_is_that_of_the_host() -> None:
+    cores = replace(MACHINES["1xh100"], gpus=0, host_bytes=24 * GIB)
+    [problem] = place(cores).problems()
+    assert (problem.severity, problem.key) == ("warning", "model.path")
+    assert "a node's host memory must hold" in problem.what
+    assert not [*place(replace(cores, host_bytes=1000 * GIB)).problems()]
+    two = ("trainer.n_gpus_per_node=2", "model.path=smollm2-135m", "engine.dtype=fp32")
+    needed = 2 * 134_515_008 * 16  # weights, gradients and moments of two ranks
+    assert [*place(replace(cores, host_bytes=needed), *two).problems()]
+
+
+def test_ranks_share_what_they_read_unless_the_rollout_engine_copies_it() -> None:
+    """A full update of a 7B model on eight GPUs fits into 128 GiB of host memory."""
+    machine = replace(MACHINES["8xh100"], host_bytes=128 * GIB)
+    eight = ("trainer.n_gpus_per_node=8", "engine.zero_stage=2", "model.enable_gradient_checkpointing=true")
+    vllm = place(machine, *eight, "rollout.name=vllm")
+    shape = vllm.size.shape
+    assert host(vllm)["weights in transfer"] == 8 * 2 * 2 * shape.vocab * shape.hidden
+    assert "engine.offload" not in errors(vllm)
+    copies = place(machine, *eight, "rollout.name=hf")
+    assert host(copies)["weights in transfer"] == 8 * 2 * P
+    assert "engine.offload" in errors(copies)
+    experts = replace(vllm.size, shape=replace(shape, has_experts=True))  # joined as they are read
+    assert host(Placement(vllm.spec, experts, machine))["weights in transfer"] == 8 * 2 * P
+
+
+def test_a_small_dev_shm_is_refused_before_the_start() -> None:
+    docker = replace(MACHINES["8xh100"], shm_bytes=64 * 2**20)
+    server = ("rollout.name=vllm", "rollout.mode=server", "rollout.server.replicas=4")
+    server += ("trainer.n_gpus_per_node=4", "engine.zero_stage=3", "model.enable_gradient_checkpointing=true")
+    found = errors(place(docker, *server, "rollout.server.weight_transfer=files"))
+    assert "rollout.server.weights_dir" not in errors(place(docker, *server))  # weights are broadcast
+    assert found["rollout.server.weights_dir"].startswith("/dev/shm must hold 28.5 GiB")
+    assert "64.0 MiB" in found["rollout.server.weights_dir"]
+    assert errors(place("8xh100", *server)) == {}
+    assert errors(place(docker, *server, "rollout.server.weights_dir=/disk")) == {}
+
+
+@pytest.mark.parametrize(
+    ("machine", "overrides", "key", "says"),
+    [
+        (
+            "1xh100",
+            ["model.path=a/b-70B", "engine.zero_stage=3"],
+            "engine.zero_stage",
+            "are always needed",
+        ),
+        (
+            "1xh100",
+            ["engine.zero_stage=3", "engine.offload=all", "model.path=a/b-70B"],
+            "engine.offload",
+            "240.0 GiB",
+        ),
+        (
+            "1x24gb",
+            ["model.lora_rank=32", "rollout.name=vllm"],
+            "rollout.gpu_memory_utilization",
+            "does not hold",
+        ),
+        ("1xh100", ["trainer.n_gpus_per_node=8"], "trainer.n_gpus_per_node", "8 GPUs"),
+        ("8xh100", ["trainer.nnodes=2", "trainer.n_gpus_per_node=8"], "trainer.nnodes", "2 nodes"),
+    ],
+)
+def test_what_cannot_fit_is_refused_with_the_figures(
+    machine: str, overrides: list[str], key: str, says: str
+) -> None:
+    assert says in errors(place(machine, *overrides))[key]
+
+
+def test_a_model_that_no_gpu_holds_whole_is_read_in_parts() -> None:
+    """Under ZeRO-3; an engine that copies the policy, or too few GPUs, keep their memory requirement."""
+    size = ModelSize("as published", 70_553_706_496, Shape(80, 8192, 28_672, 64, 8, 128, 128_256))
+    big = ("model.path=a/b-70B", "engine.zero_stage=3", "trainer.n_gpus_per_node=8", "trainer.nnodes=2")
+    more = ("engine.offload=optimizer", "rollout.name=vllm", "rollout.mode=server")
+    more += ("rollout.server.urls=[http://n:1]", "model.enable_gradient_checkpointing=true")
+    more += ("actor.ppo_micro_batch_size_per_gpu=1",)
+    given = load_spec([], [], [*BASE, *big, *more]).spec
+    plan = Placement(given, size, MACHINES["2x8h100"])
+    assert errors(plan) == {}
+    on_the_way = host(plan)["weights in transfer"]
+    assert 8 * 2 * 2 * 128_256 * 8192 <= on_the_way < 8 * 2 * size.num_parameters / 10
+    partition = next(stage for stage in plan.stages() if stage.name == "partition")
+    assert partition.gpu < 40 * GIB
+    # A node whose memory does not hold the optimizer's states is refused.
+    small = replace(MACHINES["2x8h100"], host_bytes=600 * GIB)
+    assert "moments" in errors(Placement(given, size, small))["engine.offload"]
+    whole = load_spec([], [], [*BASE, *big, *more[:1], *more[4:]]).spec  # Hugging Face generation
+    copies = Placement(whole, size, MACHINES["2x8h100"])
+    assert host(copies)["weights in transfer"] == 8 * 2 * size.num_parameters
+    assert errors(copies)
+
+
+def test_an_engine_over_several_gpus_holds_what_one_gpu_does_not() -> None:
+    size = ModelSize("as published", 70_553_706_496, Shape(80, 8192, 28_672, 64, 8, 128, 128_256))
+    big = ("model.path=a/b-70B", "engine.zero_stage=3", "trainer.n_gpus_per_node=8", "rollout.name=vllm")
+    more = (
+        "rollout.gpu_memory_utilization=0.7",
+        "data.max_prompt_length=1024",
+        "data.max_response_length=1024",
+    )
+
+    def plan(shared: int, *overrides: str) -> Placement:
+        own = f"rollout.tensor_model_parallel_size={shared}"
+        return Placement(
+            load_spec([], [], [*BASE, *big, *more, own, *overrides]).spec, size, MACHINES["8xh100"]
+        )
+
+    def part(placement: Placement, name: str) -> float:
+        return next(each.num_bytes or 0.0 for each in placement.gpu_parts if each.name == name)
+
+    key = "rollout.gpu_memory_utilization"
+    assert "does not hold the weights" in errors(plan(1))[key]
+    four = plan(4)
+    assert key not in errors(four)
+    weights = part(four, "rollout's weights")
+    assert weights == 2 * size.num_parameters / 4
+    # Each of four GPUs has two of eight heads of keys; each of eight one.
+    one = 2 * 80 * 2 * 128 * 2048 * 2
+    left = 0.7 * MACHINES["8xh100"].gpu_bytes - weights - part(four, "rollout's workspace")
+    cache = next(each for each in four.gpu_parts if each.name == "key-value cache")
+    assert cache.num_bytes == left
+    assert f"{left / one:.0f} sequences" in cache.note
+    copied = "sleeping vLLM's weights"
+    kept = ("rollout.sync_every=2",)
+    assert host(plan(8, *kept))[copied] < 0.6 * host(plan(4, *kept))[copied]
+    # Eight GPUs read the weights faster, and each engine has all responses of eight ranks.
+    assert plan(8).seconds()["generate"] < plan(4).seconds()["generate"]
+    odd = replace(size, shape=replace(size.shape, heads=60))
+    assert (
+        "60 attention heads"
+        in errors(Placement(plan(8).spec, odd, MACHINES["8xh100"]))["rollout.tensor_model_parallel_size"]
+    )
+
+
+#: Published logs of vLLM: GiB of the GPU, its share, GiB of the weights, vocabulary; GiB for the cache.
+#: Llama 3 8B with 0.6.5 (https://github.com/vllm-project/vllm/pull/10511), a model of 14 GiB and Llama 3.1 8B
+#: with versions of September 2025 and October 2026 (lines "Actual usage is … GiB for weight").
+CACHES = [
+    (79.22, 0.9, 14.96, 128_256, 53.29),
+    (79.19, 0.9, 14.08, 131_072, 55.15 - 0.67),  # less its CUDA graphs, which that version did not count
+    (79.25, 0.92, 15.0, 128_256, 56.21),
+]
+
+
+@pytest.mark.parametrize(("gpu", "share", "weights", "vocab", "cache"), CACHES)
+def test_the_cache_is_that_of_published_logs(
+    gpu: float, share: float, weights: float, vocab: int, cache: float
+) -> None:
+    shape = replace(PUBLISHED["meta-llama/Meta-Llama-3-8B"].shape, vocab=vocab)
+    size = ModelSize("a log", int(weights * GIB / 2), shape)
+    card = replace(MACHINES["1xh100"], gpu_bytes=gpu * GIB)
+    given = ["rollout.name=vllm", f"rollout.gpu_memory_utilization={share}"]
+    parts = {part.name: part for part in Placement(place(card, *given).spec, size, card).gpu_parts}
+    assert parts["key-value cache"].num_bytes / GIB == pytest.approx(cache, rel=0.03)
+    taken = [part.num_bytes for name, part in parts.items() if name.startswith(("rollout's", "key-value"))]
+    assert sum(taken) == pytest.approx(share * gpu * GIB)
+
+
+def test_no_stage_of_a_step_takes_no_time() -> None:
+    spec = load_spec(["qwen2.5-7b", "8gpu", "rloo-seq-is"], [], ["data.train_files=x"]).spec
+    found = Placement(spec, model_size(spec.model), MACHINES["8xh100"]).stages()
+    shown = {
+        stage.name: f"{stage.seconds:,.1f}" for stage in found if stage.name in {"update", "step", "sync"}
+    }
+    assert len(shown) == 3
+    assert "0.0" not in shown.values()
+
+
+def test_free_memory_of_gpus_is_put_to_use() -> None:
+    """A critic needs ZeRO 3 on eight GPUs; without one the same preset leaves a third of each GPU unused."""
+
+    def plan(preset: str, *given: str, machine: str = "8xh100") -> Placement:
+        return place(machine, *given, presets=("8gpu", preset))
+
+    lengths = ("data.max_prompt_length=1024", "data.max_response_length=4096")
+    stage, share = plan("rloo-seq-is", *lengths).suggestions()
+    assert stage.startswith("engine.zero_stage=2 fits")
+    assert share.startswith("rollout.gpu_memory_utilization=0.55 fits")
+    assert list(plan("ppo-seq-is-token-rs").suggestions()) == []
+    better = ("engine.zero_stage=2", "rollout.gpu_memory_utilization=0.55")
+    chosen = plan("rloo-seq-is", *lengths, *better)
+    assert list(chosen.suggestions()) == []
+    assert memory_total(chosen.gpu_parts) < MACHINES["8xh100"].gpu_bytes
+    short = plan("rloo-seq-is")  # responses of 512 tokens: all fit into the cache already
+    assert [words.split("=")[0] for words in short.suggestions()] == ["engine.zero_stage"]
+    assert list(plan("rloo-seq-is", machine="1x24gb").suggestions()) == []  # does not fit at all
+
+
+def test_dense_attention_over_long_rows_is_warned_about_on_gpus() -> None:
+    key, long = "model.attn_implementation", ("data.max_prompt_length=1024", "data.max_response_length=8192")
+    [warning] = [p for p in place("8xh100", *long, "trainer.n_gpus_per_node=8").problems() if p.key == key]
+    assert (warning.severity, "dense mask" in warning.what) == ("warning", True)
+    for kernel in ("varlen", "flash_attention_2", "flash_attention_3"):
+        assert key not in {p.key for p in place("8xh100", *long, f"{key}={kernel}").problems()}
+    shorter = ("data.max_prompt_length=1024", "data.max_response_length=7168")
+    assert key not in {p.key for p in place("8xh100", *shorter).problems()}
+
+
+@pytest.mark.parametrize("model", ["qwen3-8b", "smollm3-3b", "deepseek-r1-qwen-7b"])
+@pytest.mark.parametrize("machine", [("1gpu-80gb", "1xh100"), ("8gpu", "8xh100")])
+def test_thinking_needs_one_switch_and_a_length(model: str, machine: tuple[str, str]) -> None:
+    """With the default attention, and tokens per pass of the preset of the hardware."""
+    switch = [] if "r1" in model else ["data.chat_template_kwargs.enable_thinking=true"]
+    given = ["data.train_files=x", "data.max_response_length=24576", *switch]
+    spec = load_spec([model, machine[0], "rloo-seq-is"], [], given).spec
+    assert (spec.model.attn_implementation, spec.actor.ppo_max_token_len_per_gpu) == ("sdpa", 25600)
+    problems = Placement(spec, model_size(spec.model), MACHINES[machine[1]]).problems()
+    assert [p.key for p in problems if p.severity == "error"] == []
+
+
+@pytest.mark.parametrize("model", ["llama3-8b", "qwen2.5-7b", "gemma-7b", "mistral-7b"])
+def test_the_preset_of_24_gb_fits(model: str) -> None:
+    spec = load_spec([model, "1gpu-24gb", "rloo-seq-is"], [], ["data.train_files=x"]).spec
+    placement = Placement(spec, model_size(spec.model), MACHINES["1x24gb"])
+    assert errors(placement) == {}
+    assert max(stage.gpu for stage in placement.stages()) < 0.95 * MACHINES["1x24gb"].gpu_bytes
+    both = spec.model_copy(update={"engine": spec.engine.model_copy(update={"offload_base": False})})
+    assert errors(Placement(both, model_size(spec.model), MACHINES["1x24gb"]))
+
+
+def test_the_step_of_a_7b_on_eight_gpus() -> None:
+    """1,024 responses of 2k tokens, corrected in its decoupled form, stays below 80 s by this arithmetic."""
+    decoupled = "algorithm.rollout_correction.bypass_mode=false"
+    lengths = ("data.max_prompt_length=512", "data.max_response_length=1536")
+    given = ("data.train_batch_size=128", "rollout.n=8", decoupled, *lengths)
+    plan = place("8xh100", *given, presets=("8gpu", "grpo-rs-only"))
+    seconds = plan.seconds()
+    assert sum(time for name, time in seconds.items() if name != "whole step") == seconds["whole step"]
+    assert seconds["whole step"] < 80
+    slow = replace(MACHINES["8xh100"], flops=MACHINES["8xh100"].flops / 2)
+    assert place(slow, *given, presets=("8gpu", "grpo-rs-only")).seconds()["update"] > 1.5 * seconds["update"]
+    assert (
+        place("8xh100", *given, "rollout.name=hf", presets=("8gpu", "grpo-rs-only")).seconds()["generate"]
+        > 60
+    )
+
+
+def test_weights_are_gathered_once_per_pass_that_is_made() -> None:
+    """Under ZeRO-3, scoring gathers all weights once per micro-batch and scored model; bypass scores none."""
+    given = ("engine.zero_stage=3", "trainer.n_gpus_per_node=8", "model.enable_gradient_checkpointing=true")
+    given += (
+        "data.max_prompt_length=512",
+        "data.max_response_length=512",
+        "actor.ppo_max_token_len_per_gpu=8192",
+        "algorithm.rollout_correction.bypass_mode=true",
+    )
+    tokens = 128 * 8 / 8 * (512 / 2 + 512 * 0.75)  # of a rank, at the mean lengths
+    once = tokens / 8192 * 2 * P
+
+    def moved(*overrides: str) -> dict[str, float]:
+        return {
+            stage.name: stage.moved.get("GPU to GPU", 0.0)
+            for stage in place("8xh100", *given, *overrides).stages()
+        }
+
+    bypass = moved()
+    assert (bypass["score"], bypass["update"]) == (0.0, pytest.approx(4 * once))
+    decoupled = ("algorithm.rollout_correction.bypass_mode=false", "actor.use_kl_loss=true")
+    assert moved(*decoupled)["score"] == pytest.approx(2 * once)
+    assert moved("actor.ppo_epochs=3")["update"] == pytest.approx(3 * bypass["update"])
+    assert moved("algorithm.adv_estimator=optimal_token_baseline")["score"] == pytest.approx(once)
+    by_rows = ("actor.ppo_max_token_len_per_gpu=null", "actor.ppo_micro_batch_size_per_gpu=8")
+    # Whatever the lengths: 128 responses of a rank are 16 micro-batches of 8, in 2 mini-batches 2 × 7 of 10.
+    assert moved(*by_rows)["update"] == 4 * 16 * 2 * P
+    by_rows = (*by_rows[:1], "actor.ppo_micro_batch_size_per_gpu=10", "actor.ppo_mini_batch_size=64")
+    assert moved(*by_rows)["update"] == 4 * 2 * 7 * 2 * P
+
+
+def test_scoring_keeps_no_activations() -> None:
+    plan = place("8xh100", "trainer.n_gpus_per_node=8", "algorithm.rollout_correction.bypass_mode=false")
+    parts = {part.name: part.num_bytes or 0.0 for part in plan.gpu_parts}
+    peaks = {stage.name: stage.gpu for stage in plan.stages()}
+    head = sum(parts[name] for name in ("last norm and states", "logits and their gradient"))
+    head += parts["output head's gradient"]
+    passing = max(head, parts["one layer backward"])
+    assert peaks["score"] == pytest.approx(plan.gpu_peak() + passing)
+    assert peaks["update"] == pytest.approx(peaks["score"] + parts["activations"])
+
+
+def test_gradients_are_summed_over_the_ranks_and_weights_are_collected() -> None:
+    """Gradients per step in float32 (ZeRO 0: to all ranks), or per micro-batch (ZeRO 2)."""
+    batch = (
+        "trainer.n_gpus_per_node=8",
+        "data.train_batch_size=64",
+        "rollout.n=8",
+        "data.max_prompt_length=512",
+    )
+    batch += ("data.max_response_length=512", "actor.ppo_max_token_len_per_gpu=4096")
+    micro = 64 * (512 / 2 + 512 * 0.75) / 4096  # responses of a rank, at the mean length
+
+    def moved(*overrides: str) -> float:
+        stages = place("8xh100", *batch, *overrides).stages()
+        return next(stage.moved["GPU to GPU"] for stage in stages if stage.name == "update")
+
+    assert moved("engine.dtype=fp32") == 8 * P
+    assert moved("engine.zero_stage=1") == (4 + 2) * P
+    assert moved("engine.zero_stage=1", "actor.ppo_mini_batch_size=16") == 4 * (4 + 2) * P
+    assert moved("engine.zero_stage=2", "actor.ppo_epochs=2") == 2 * (4 * micro + 2) * P
+    adapted = [(3584, 3584), *2 * [(3584, 512)], (3584, 3584), *2 * [(3584, 18_944)], (18_944, 3584)]
+    assert moved("model.lora_rank=16") == (4 + 2) * 28 * 16 * sum(map(sum, adapted))
+
+
+def test_an_engine_of_ones_own_that_forms_batches_is_not_taken_for_slow(tmp_path: Path) -> None:
+    file = tmp_path / "own.py"
+    file.write_text(
+        "from rlctl.registry import ROLLOUT_ENGINES\n"
+        "from rlctl.run_spec.rollout import EngineCapabilities\n\n"
+        "def plain(context): ...\n\n"
+        "@ROLLOUT_ENGINES.register(label='own', capabilities=EngineCapabilities(forms_batches=True))\n"
+        "def own(context): ...\n"
+    )
+    seconds = {
+        name: place("1xh100", f"rollout.name={name}", presets=("grpo-rs-only",)).seconds()["generate"]
+        for name in ("vllm", f"{file}:own", f"{file}:plain", "hf")
+    }
+    assert len(set(seconds.values())) == 2
+    assert seconds["vllm"] == seconds[f"{file}:own"] < seconds[f"{file}:plain"]
+
+
+def test_the_step_of_a_small_model_on_two_cores() -> None:
+    """Of `make train-llm`, as measured: docs/how-to/real-model.md, "What a step costs"."""
+    measured = {"generate": 5.6, "whole step": 15.1}
+    spec = load_spec(["smollm2-135m-sums"], [], ["data.train_files=x", "engine.dtype=fp32"]).spec
+    cores = replace(this_machine(), gpus=0, flops=140e9, gpu_bandwidth=20e9)
+    seconds = Placement(spec, model_size(spec.model), cores).seconds()
+    assert seconds["score"] == 0.0
+    for phase, real in measured.items():
+        assert 0.5 < real / seconds[phase] < 2
+
+
+def test_prompts_count_once_for_the_responses_that_share_a_pass() -> None:
+    """Prompts of 2k tokens, responses of 150: eight of one prompt take about an eighth of the time."""
+    lengths = ("data.max_prompt_length=4096", "data.max_response_length=200", "rollout.n=8")
+
+    def update(*overrides: str) -> float:
+        return place("1xh100", *lengths, "engine.zero_stage=3", *overrides).seconds()["update"]
+
+    together, apart = (
+        update("actor.ppo_micro_batch_size_per_gpu=8"),
+        update("actor.ppo_micro_batch_size_per_gpu=1"),
+    )
+    assert 4 < apart / together < 8
+    assert update("actor.ppo_max_token_len_per_gpu=40000") == pytest.approx(apart)
+
+
+def test_a_token_is_computed_by_its_own_experts() -> None:
+    """The others are read, moved and stored, and compute nothing."""
+    dense = place("8xh100", "rollout.name=vllm", presets=("8gpu", "grpo-rs-only"))
+    size = replace(dense.size, num_idle=dense.size.num_parameters * 3 // 4)
+    sparse = Placement(dense.spec, size, dense.machine)
+    times, less = dense.seconds(), sparse.seconds()
+    assert 0.2 * times["update"] < less["update"] < 0.4 * times["update"]
+    assert 0.25 * times["generate"] < less["generate"] < times["generate"]
+    assert less["sync"] == times["sync"]
+
+
+def test_an_unknown_size_is_no_error() -> None:
+    spec = load_spec([], [], ["data.train_files=x", "model.path=a/b"]).spec
+    placement = Placement(spec, ModelSize("unknown"), MACHINES["8xh100"])
+    assert placement.seconds() == {}
+    assert errors(placement) == {}
+
+
+def test_a_peak_with_an_unknown_part_is_a_lower_bound(capsys: Any) -> None:
+    run(["train", "data.train_files=x", "model.path=a/b", "--dry-run", "--all", "--machine", "8xh100"])
+    of_host = capsys.readouterr().out.partition("Host memory per node")[2]
+    assert re.search(r"peak +over 4\.0 GiB *\n", of_host)
+
+
+def test_the_dry_run_plans_for_a_machine(capsys: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(import_module("rlctl.cli.dry_run"), "check_inputs", lambda spec: [])
+    nothing = import_module("rlctl.train.first_row").FirstRow()
+    monkeypatch.setattr(import_module("rlctl.cli.dry_run"), "check_first_row", lambda *_, **__: nothing)
+    train = [
+        "train",
+        "-p",
+        "qwen2.5-7b",
+        "-p",
+        "8gpu",
+        "-p",
+        "rloo-seq-is",
+        "data.train_files=x",
+        "--dry-run",
+    ]
+    assert run([*train, "--machine", "8xh100", "--all"]) == 0
+    out = capsys.readouterr().out
+    for words in (
+        "Host memory per node (8xh100",
+        "Stages on 8xh100 (1 × 8 × H100",
+        "one step:",
+        "sequences of",
+    ):
+        assert words in out
+    slow = "Hugging Face generation on a GPU takes about five times as long as vLLM's"
+    assert slow not in out
+    assert run([*train, "--machine", "8xh100", "rollout.name=hf"]) == 0
+    assert slow in capsys.readouterr().out
+    assert run([*train, "--machine", "1xh100"]) == 2
+    assert "the run takes 8 GPUs of each node, 1xh100 has 1" in capsys.readouterr().out
+    assert run([*train, "--machine", "9xh100"]) == 2
+    assert "8xh100" in capsys.readouterr().err
+    assert run(["train", "--machine", "8xh100"]) == 2
+
+
+def test_a_start_that_cannot_fit_is_refused_with_exit_code_4(
+    capsys: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    small = replace(MACHINES["1x24gb"], name="this machine")
+    monkeypatch.setattr(machine_module, "this_machine", lambda: small)
+    monkeypatch.setattr(import_module("rlctl.train.preflight"), "check_inputs", lambda spec: [])
+    first_row = import_module("rlctl.train.first_row")
+    monkeypatch.setattr(first_row, "check_first_row", lambda *_, **__: first_row.FirstRow())
+    given = ["model.path=Qwen/Qwen2.5-7B", "data.train_files=x", "engine.dtype=bf16", "rollout.name=vllm"]
+    assert run(["train", *given]) == 4
+    assert "50% of a GPU of 23.6 GiB does not hold the weights" in capsys.readouterr().err
+
+
+def test_a_full_disk_is_a_warning_of_the_dry_run_and_refuses_the_start(
+    capsys: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    usage = shutil.disk_usage("/")
+    monkeypatch.setattr(shutil, "disk_usage", lambda _: usage._replace(free=1))
+    assert run(["train", "--dry-run"]) == 0
+    assert "GiB are free" in capsys.readouterr().out
+    assert run(["train", "--dry-run", "--machine", "1xh100"]) == 0
+    assert "GiB are free" not in capsys.readouterr().out
+    assert run(["train"]) == 4
+    assert "GiB are free" in capsys.readouterr().err
+
+
+def test_this_machine_has_what_the_system_says(monkeypatch: pytest.MonkeyPatch, tmp_path) -> None:
+    limit = tmp_path / "memory.max"
+    limit.write_text(f"{3 * GIB}\n")
+    monkeypatch.setattr(machine_module, "_CGROUP_LIMITS", (limit,))
+    monkeypatch.setattr(machine_module, "gpus", lambda: ["NVIDIA H100 80GB HBM3, 81559 MiB, 550.54.15"] * 2)
+    monkeypatch.setattr(machine_module, "gpus_are_hidden", lambda: False)
+    machine_module.this_machine.cache_clear()
+    found = machine_of(None)
+    assert (found.gpus, found.host_bytes, found.flops) == (2, 3 * GIB, 989e12)
+    assert found.gpu_bytes == pytest.approx(79.6 * GIB, rel=1e-2)
+    monkeypatch.setattr(machine_module, "gpus_are_hidden", lambda: True)
+    machine_module.this_machine.cache_clear()
+    assert machine_of(None).gpus == 0
+    machine_module.this_machine.cache_clear()
+
+
+def test_a_gpu_without_memory_of_its_own_has_the_hosts(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(machine_module, "gpus", lambda: ["NVIDIA GB10, [N/A], 580.95.05"])
+    monkeypatch.setattr(machine_module, "gpus_are_hidden", lambda: False)
+    machine_module.this_machine.cache_clear()
+    found = machine_of(None)
+    machine_module.this_machine.cache_clear()
+    assert (found.gpu, found.gpus, found.gpu_bytes) == ("NVIDIA GB10", 1, found.host_bytes)
+
+
+def test_int8_weights_are_read_in_the_engines_dtype() -> None:
+    """As in `rollout's weights`: they are rounded to 8 bits, and stored in float32 here."""
+    given = ("engine.dtype=fp32", "rollout.name=hf")
+    rounded, plain = (place("1xh100", *given, f"rollout.dtype={dtype}") for dtype in ("int8", "null"))
+    assert rounded.seconds()["generate"] == plain.seconds()["generate"]
+
+
+def test_the_revision_is_that_of_the_policy_alone(monkeypatch: pytest.MonkeyPatch, tmp_path) -> None:
+    """A critic of another repository is loaded from its main branch, so its size is read there."""
+    monkeypatch.setenv("HF_HUB_CACHE", str(tmp_path))
+    snapshot = tmp_path / "models--org--critic" / "snapshots" / "abc"
+    snapshot.mkdir(parents=True)
+    (tmp_path / "models--org--critic" / "refs").mkdir()
+    (tmp_path / "models--org--critic" / "refs" / "main").write_text("abc")
+    sizes = '"num_hidden_layers": 2, "hidden_size": 8, "num_attention_heads": 2, "vocab_size": 32'
+    (snapshot / "config.json").write_text(f"{{{sizes}}}")
+    given = ["data.train_files=x", "model.path=Qwen/Qwen2.5-7B", "algorithm.adv_estimator=gae"]
+    spec = load_spec([], [], [*given, "model.revision=v1", "critic.path=org/critic"]).spec
+    assert checkpoint_bytes(spec) is not None
+
+
+def slow_steps(placement: Placement) -> list[Any]:
+    return [problem for problem in placement.problems() if "a step takes about" in problem.what]
+
+
+def test_a_step_of_more_than_ten_minutes_is_warned_about_with_what_shortens_it() -> None:
+    chosen = ["llama3-8b", "1gpu-24gb", "rloo-seq-is"]
+    given = ["data.train_files=x", "data.train_batch_size=128"]
+    spec = load_spec(chosen, [], given).spec
+    placement = Placement(spec, model_size(spec.model), MACHINES["1x24gb"])
+    now = placement.seconds()["whole step"]
+    assert now > 600
+    [warning] = slow_steps(placement)
+    assert warning.severity == "warning"
+    assert f"{now / 60:,.0f} minutes" in warning.what
+    changes = [re.fullmatch(r"(\S+): about ([\d,]+) s", each) for each in warning.fix.split("; ")]
+    shorter = [float(change[2].replace(",", "")) for change in changes if change]
+    assert len(shorter) == len(changes)
+    assert shorter == sorted(shorter)
+    assert max(shorter) < now
+    for change in changes:  # a spec with the change is accepted, and takes what was said
+        assert change
+        other = load_spec(chosen, [], [*given, change[1]]).spec
+        seconds = Placement(other, placement.size, placement.machine).seconds()["whole step"]
+        assert f"{seconds:,.0f}" == change[2]
+    fast = replace(placement.machine, flops=1e16, gpu_bandwidth=1e14, bus=1e13, host_bandwidth=1e13)
+    assert not slow_steps(Placement(spec, placement.size, fast))
+
+
+@pytest.mark.parametrize(
+    ("model", "listed"),
+    [
+        ("NVIDIA A100-SXM4-80GB", "A100"),
+        ("NVIDIA L40S", "L40"),
+        ("NVIDIA A10", "A10"),
+        ("NVIDIA L4", "L4"),
+        ("NVIDIA RTX A1000", None),
+        ("NVIDIA RTX A6000", None),
+        ("AMD Instinct MI300X", None),
+    ],
+)
+def test_a_gpu_that_is_not_in_the_table_has_no_seconds(model: str, listed: str | None) -> None:
+    speeds = machine_module.gpu_speeds(model)
+    assert speeds == (machine_module._SPEEDS[listed] if listed else None)
+    if listed is None:
+        unknown = replace(MACHINES["1x24gb"], gpu=model, flops=0, gpu_bandwidth=0, link=0, bus=0)
+        placement = place(unknown)
+        assert placement.seconds() == {}
+        assert {stage.seconds for stage in placement.stages()} == {None}
+        assert max(stage.gpu for stage in placement.stages()) > 0
+        assert not slow_steps(placement)

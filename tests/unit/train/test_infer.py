@@ -1,0 +1,214 @@
+"""`rlctl train --model --data --reward`: what the flags mean, and what is inferred."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+
+from rlctl.errors import SpecError, UsageError
+from rlctl.run_spec.flags import Flags
+from rlctl.run_spec.load import LoadedSpec, dump_spec, load_spec
+from rlctl.run_spec.machine import MACHINES, Machine
+from rlctl.train.infer import INFERRED, load_with_flags
+from tests.own_model import save_tiny_qwen2
+
+CPU = replace(MACHINES["1xh100"], name="cpu", gpus=0)
+CONTEXT = 512
+
+
+def write(path: Path, questions: list[str]) -> Path:
+    rows = [
+        {
+            "data_source": "sums",
+            "prompt": [{"role": "user", "content": question}],
+            "reward_model": {"style": "rule", "ground_truth": "2"},
+        }
+        for question in questions
+    ]
+    pq.write_table(pa.Table.from_pylist(rows), path)
+    return path
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory) -> Path:
+    return Path(save_tiny_qwen2(tmp_path_factory.mktemp("model") / "tiny", context=CONTEXT))
+
+
+@pytest.fixture
+def data(tmp_path) -> Path:
+    return write(tmp_path / "sums.parquet", [f"What is 1 + 1? ({index})" for index in range(200)])
+
+
+def load(flags: Flags, *values: str, presets=(), files=(), machine: Machine = CPU) -> LoadedSpec:
+    return load_with_flags(flags, list(presets), list(files), list(values), machine, fetch=False)
+
+
+def test_three_flags_are_a_spec_that_needs_no_machine(model, data, tmp_path) -> None:
+    loaded = load(Flags(str(model), [str(data)], ["maths"]))
+    spec = loaded.spec
+    assert (spec.model.path, spec.data.train_files, spec.reward.name) == (str(model), [str(data)], "maths")
+    assert {key for key, origin in loaded.origins.items() if origin.layer == "inferred"} == set(INFERRED)
+    assert (spec.data.train_batch_size, spec.ppo_mini_batch_size) == (16, 16)
+    assert spec.trainer.total_training_steps == 200 // 16
+    assert spec.data.max_prompt_length % 64 == 0
+    written = tmp_path / "spec.yaml"
+    written.write_text(dump_spec(spec))
+    assert load_spec(files=[written]).spec == spec  # a resumed run infers nothing
+
+
+@pytest.mark.parametrize("key", INFERRED)
+@pytest.mark.parametrize("source", ["argument", "file", "preset"])
+def test_every_inferred_value_can_be_set(key, source, model, data, tmp_path) -> None:
+    section, _, name = key.partition(".")
+    own = tmp_path / "own.yaml"
+    own.write_text(f"{section}: {{{name}: 8}}\n")
+    given = {
+        "argument": {"values": [f"{key}=8"]},
+        "file": {"values": [], "files": [own]},
+        "preset": {"values": [], "presets": [str(own)]},
+    }[source]
+    loaded = load(Flags(str(model), [str(data)], ["maths"]), *given.pop("values"), **given)
+    assert loaded.origins[key].layer != "inferred"
+    assert getattr(getattr(loaded.spec, section), name) == 8
+
+
+@pytest.mark.parametrize("num_rows", [1, 2, 7, 8, 9, 40, 63, 64, 129, 1000])
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_any_number_of_rows_is_at_least_one_batch(num_rows, ranks, model, tmp_path) -> None:
+    data = write(tmp_path / "few.parquet", ["1 + 1"] * num_rows)
+    if num_rows < ranks:
+        return  # no batch can be shared
+    spec = load(Flags(str(model), [str(data)], ["maths"]), f"trainer.n_gpus_per_node={ranks}").spec
+    batch, steps = spec.data.train_batch_size, spec.trainer.total_training_steps
+    assert 1 <= batch <= num_rows
+    assert batch % ranks == 0
+    assert steps == num_rows // batch
+
+
+def test_steps_are_those_of_the_users_batch_and_epochs(model, data) -> None:
+    flags = Flags(str(model), [str(data)], ["maths"])
+    spec = load(flags, "data.train_batch_size=50", "trainer.total_epochs=3").spec
+    assert (spec.trainer.total_training_steps, spec.ppo_mini_batch_size) == (12, 50)
+
+
+def test_prompts_are_not_cut_and_both_limits_fit_the_context(model, tmp_path) -> None:
+    flags = Flags(str(model), [str(write(tmp_path / "d.parquet", ["1 + 1", "word " * 300]))], ["maths"])
+    spec = load(flags, machine=MACHINES["1xh100"]).spec
+    assert spec.data.max_prompt_length + spec.data.max_response_length <= CONTEXT
+    assert spec.data.max_response_length == CONTEXT // 2
+    short = Flags(str(model), [str(write(tmp_path / "s.parquet", ["1 + 1"]))], ["maths"])
+    assert load(short).spec.data.max_prompt_length == 64
+
+
+def test_the_response_limit_is_that_of_the_reward(model, data) -> None:
+    def limit(*rewards: str, path: str = "a/b", machine: Machine = MACHINES["1xh100"]) -> int:
+        return load(Flags(path, [str(data)], rewards), machine=machine).spec.data.max_response_length
+
+    assert limit("exact") == 256
+    assert limit("maths") == 1024
+    assert limit("exact", "code=0.5") == 2048
+    assert limit("maths", machine=CPU) == 256
+
+
+def test_a_thinking_model_gets_a_long_response(data) -> None:
+    flags, machine = Flags("qwen3-8b", [str(data)], ["maths"]), MACHINES["8xh100"]
+    assert load(flags, machine=machine).spec.data.max_response_length == 1024
+    thinks = load(flags, "data.chat_template_kwargs.enable_thinking=true", machine=machine).spec
+    assert thinks.data.max_response_length == 8192
+
+
+def test_micro_batches_grow_with_the_device_and_are_constant_on_cpus(data) -> None:
+    def size(model: str, machine: Machine, *values: str) -> int:
+        flags = Flags(model, [str(data)], ["maths"])
+        return load(flags, *values, machine=machine).spec.actor.ppo_micro_batch_size_per_gpu
+
+    assert size("qwen3-0.6b", CPU) == size("qwen3-8b", CPU) == 8
+    small, large = (size("qwen3-0.6b", MACHINES[name]) for name in ("1x24gb", "1xh200"))
+    assert 1 <= small < large
+    assert size("qwen3-0.6b", MACHINES["1xh100"], "data.max_response_length=8192") < large
+    budget = load(Flags("qwen3-0.6b", [str(data)], ["maths"]), presets=["1gpu-80gb"])
+    assert "actor.ppo_micro_batch_size_per_gpu" not in {
+        key for key, origin in budget.origins.items() if origin.layer == "inferred"
+    }
+
+
+def test_a_models_name_is_its_preset(data) -> None:
+    spec = load(Flags("qwen3-8b", [str(data)], ["maths"])).spec
+    assert spec.model.path == "Qwen/Qwen3-8B"
+    assert spec.data.chat_template_kwargs == {"enable_thinking": False}
+    assert load(Flags("Qwen/Qwen3-8B", [str(data)], ["maths"])).spec.data.chat_template_kwargs == {}
+    # the model of the flag is stronger than that of an example, whose other values stay
+    other = load(Flags("qwen3-0.6b", [str(data)]), presets=["smollm2-135m-sums"]).spec
+    assert (other.model.path, other.data.max_response_length) == ("Qwen/Qwen3-0.6B", 10)
+
+
+def test_several_rewards_are_a_weighted_sum(model, data, tmp_path) -> None:
+    own = tmp_path / "style.py"
+    own.write_text("def brief(response):\n    return 1.0\n")
+    terms = load(Flags(str(model), [str(data)], ["maths", f"{own}:brief=0.2"])).spec.reward.terms
+    assert [(term.name, term.weight) for term in terms] == [("maths", 1.0), (f"{own}:brief", 0.2)]
+    [weighted] = load(Flags(str(model), [str(data)], ["maths=0.5"])).spec.reward.terms
+    assert (weighted.name, weighted.weight) == ("maths", 0.5)
+    file = tmp_path / "own.yaml"
+    file.write_text("reward: {terms: [{name: exact}, {name: maths}]}\n")
+    spec = load(Flags(str(model), [str(data)], ["code"]), files=[file]).spec
+    assert [term.name for term in spec.reward.all_terms] == ["code"]
+
+
+@pytest.mark.parametrize(
+    ("flags", "value"),
+    [
+        (Flags(model="a/b"), "model.path=c/d"),
+        (Flags(data=["x.parquet"]), "data.train_files=y.parquet"),
+        (Flags(reward=["maths"]), "reward.name=exact"),
+        (Flags(reward=["maths"]), "reward.terms=[{name: exact}]"),
+        (Flags(reward=["maths", "exact"]), "reward.name=exact"),
+    ],
+)
+def test_a_flag_and_its_key_are_one_too_many(flags, value) -> None:
+    with pytest.raises(UsageError, match="set the same"):
+        load(flags, value)
+
+
+def test_wrong_flags_are_errors_of_the_spec(model, data) -> None:
+    for flags in (
+        Flags(str(model), [str(data)], ["mathz"]),
+        Flags(str(model), [str(data)], ["maths", "maths"]),
+        Flags(str(model)),
+    ):
+        with pytest.raises(SpecError):
+            load(flags)
+
+
+@pytest.mark.parametrize(
+    "flags", [Flags(reward=["maths"]), Flags(model="embedded"), Flags(data=["x.parquet"])]
+)
+def test_the_embedded_model_keeps_its_values(flags) -> None:
+    loaded = load(flags)
+    assert loaded.spec.is_embedded
+    assert not [key for key, origin in loaded.origins.items() if origin.layer == "inferred"]
+
+
+def test_a_model_and_a_preset_with_data_are_enough(model, data, tmp_path) -> None:
+    file = tmp_path / "own.yaml"
+    file.write_text(f"data: {{train_files: {data}}}\nreward: {{name: exact}}\n")
+    loaded = load(Flags(str(model)), files=[file], presets=["grpo"])
+    assert (loaded.spec.reward.name, loaded.spec.algorithm.adv_estimator) == ("exact", "grpo")
+    assert loaded.origins["data.train_batch_size"].layer == "inferred"
+
+
+def test_missing_data_are_left_to_the_checks_of_files(model) -> None:
+    loaded = load(Flags(str(model), ["gone.parquet"], ["maths"]))
+    assert not [key for key, origin in loaded.origins.items() if origin.layer == "inferred"]
+
+
+def test_the_words_of_the_flags_start_the_same_run() -> None:
+    flags = Flags("a/b", ["x.parquet", "y z.parquet"], ["maths", "f.py:g=0.5"])
+    assert flags.words() == [
+        *("--model", "a/b", "--data", "x.parquet", "--data", "y z.parquet"),
+        *("--reward", "maths", "--reward", "f.py:g=0.5"),
+    ]

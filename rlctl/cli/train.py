@@ -252,7 +252,11 @@ def _print_learned(console: Console, summary: dict[str, Any]) -> None:
         "response_length/mean": "response length",
     }
     first, last = summary["first"], summary["last"]
-    rows = [(name, f"{first[key]:.3f}", f"{last[key]:.3f}") for key, name in names.items() if key in first]
+    rows = [
+        (name, *(f"{end[key]:.3f}" if key in end else "" for end in (first, last)))
+        for key, name in names.items()
+        if key in first or key in last
+    ]
     before, after = (validation_rewards(summary[f"validation_{when}"]) for when in ("first", "last"))
     once = summary["validation_first"] == summary["validation_last"]
     for source, value in after.items():

@@ -341,11 +341,9 @@ def _saved_best(run_dir: Path, step: int, score: float) -> dict[str, Any]:
 
 
 def _mean(steps: Sequence[Mapping[str, float]]) -> dict[str, float]:
-    return {
-        key: sum(metrics[key] for metrics in steps) / len(steps)
-        for key in _AVERAGED
-        if steps and all(key in metrics for metrics in steps)
-    }
+    """Means of the averaged metrics, each over the steps that have it: one without an update lacks some."""
+    values = {key: [metrics[key] for metrics in steps if key in metrics] for key in _AVERAGED}
+    return {key: sum(of_steps) / len(of_steps) for key, of_steps in values.items() if of_steps}
 
 
 def _guardrails(run: Run, steps: Sequence[Mapping[str, float]]) -> dict[str, Any]:

@@ -533,6 +533,23 @@ def test_the_summary_of_a_run_names_its_validation_as_data_do(tmp_path, capsys) 
     assert ["validation", "(my[bold]\\x1b)", "0.250", "0.500"] in shown
 
 
+def test_a_metric_that_one_end_of_the_run_lacks_is_left_blank_there(tmp_path, capsys) -> None:
+    """Steps whose update was withheld have no effective sample size."""
+    ess, masked = "rollout_corr/rollout_is_raw_eff_sample_size", "rollout_corr/rollout_rs_masked_fraction"
+    summary = {"step": 2, "total_steps": 2, "num_updates": 1, "seconds": 3.0, "interrupted": False}
+    summary |= {"first": {ess: 0.5}, "last": {masked: 0.75}}
+    summary |= {"validation_first": {}, "validation_last": {}, "model": "none"}
+    (tmp_path / "summary.json").write_text(json.dumps(summary))
+    _print_summary(tmp_path)
+    shown = [line.rstrip() for line in capsys.readouterr().out.splitlines()]
+    header = next(line for line in shown if "first steps" in line)
+    ends = {line.split("  ")[0].strip(): line for line in shown}
+    assert ends["ESS, raw"].split()[-1] == "0.500"
+    assert len(ends["ESS, raw"]) < header.index("last steps")
+    assert ends["masked fraction"].split() == ["masked", "fraction", "0.750"]
+    assert len(ends["masked fraction"]) > header.index("last steps")
+
+
 @pytest.mark.parametrize(
     ("changes", "following"),
     [

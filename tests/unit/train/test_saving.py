@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import shutil
 from pathlib import Path
 from types import SimpleNamespace
@@ -119,3 +120,18 @@ def test_a_full_disk_is_noticed_before_anything_is_written(
     older.mkdir(parents=True)
     (older / "state").write_bytes(b"s" * 10)
     saving._require_space(run, 7)
+
+
+def test_the_summary_averages_a_metric_over_the_steps_that_have_it(tmp_path: Path) -> None:
+    """A step whose update was withheld has a score, and no effective sample size."""
+    ess = "rollout_corr/rollout_is_raw_eff_sample_size"
+    run: Any = Run()
+    run.run_dir, run.start_step, run.policy_version, run.ended_early = tmp_path, 0, 3, ""
+    for step, sizes in enumerate(({}, {ess: 0.5}, {ess: 0.25}, {}), 1):
+        run.history.append(
+            {"step": float(step), "timing_s/step": 1.0, "critic/score/mean": step / 8, **sizes}
+        )
+    saving.write_summary(run)
+    summary = json.loads((tmp_path / "summary.json").read_text())
+    assert summary["first"] == {"critic/score/mean": 0.1875, ess: 0.5}
+    assert summary["last"] == {"critic/score/mean": 0.4375, ess: 0.25}

@@ -89,7 +89,7 @@ _BETWEEN = re.compile(
 )
 #: Text before and after a box that is an operand: `2\boxed{7}`, `\boxed{7}^2`, `\boxed{7}$ million`.
 _OPERATOR = re.compile(
-    r"(?:\d|(?<![A-Za-z\\])[A-Za-z]|\\(?:[lr]?vert|lfloor|lceil)\s*|[_^]\s*\{?|\d\s*\(|(?<=0)\.|[\d)}]\s*[+*/×÷^]\s*|\\(?:cdot|times|div)\s*"
+    r"(?:\d|(?<![A-Za-z\\])[A-Za-z]|\\(?:[lr]?vert|lfloor|lceil)\s*|[_^]\s*\{?|\d\s*\(|(?<=0)\.|[\d)}]\s*[+*/×÷^]\s*|[\d)}][-−]|\$[^$\n]{0,80}[\d)}A-Za-z]\s*[-−]\s*|\\(?:cdot|times|div)\s*"
     r"|\\(?:sqrt|[dtc]?frac)\s*(?:\[\w+\]|\{[^{}]*\})?\s*\{[^{}]*"
     r"|\\(?:log|ln|lg|exp|(?:arc)?(?:sin|cos|tan))(?:_(?:\w|\{\w{1,4}\}))?\s*(?:\\left\s*)?\(?\s*)\Z"
 )

@@ -20,6 +20,8 @@ from rlctl.reward.statement_words import (
     LISTS,
     NAMES,
     NUMBER,
+    ORDINALS,
+    PARTS,
     PREPOSITIONS,
     QUANTITIES,
     UNITS,
@@ -37,13 +39,14 @@ _FINITE = COPULAS - {"be", "been"}
 _PREDICATES = words_of("predicates")
 _CONFIRMS = words_of("confirms")
 _REMAINS = frozenset({"remain", "remains", "remained", "follows", "works", "work"})
-_NEGATED = frozenset({"do", "did", "are", "were", "have"})
+_NEGATED = frozenset({"do", "did", "are", "were", "have", "could", "can", "would", "will"})
 _CURRENCIES = frozenset("$€£")
 _REASONS = frozenset({"because", "since", "given", "due"})
 _DENIES_OTHERS = frozenset({"not", "rather", "instead", "unlike"})
 _FROM_NOW = re.compile(r"(?:second|minute|hour|day|week|month|year)s? (?:from now|later|ago)\b")
 _TIMED = words_of("timed")
 _EXTREMES = frozenset({"best", "worst", "least", "most", "minimum", "maximum", "all"})
+_OF_A_PART = frozenset({"for", "in", "during", "of", "on"})
 _CONTINUES = frozenset(
     {"then", "some", "change", "counting", "also", "half", "more", "maybe", "it", "that", "this"}
 )
@@ -150,6 +153,8 @@ def _next(  # noqa: PLR0911, PLR0912
         )
         return end if is_known else None
     is_compared = token == "than" and not COMPARES.isdisjoint(word.casefold() for word in tokens[:start])
+    if token == "and" and _ASKED.match(" ".join(tokens[place:])):
+        return None
     if token in PREPOSITIONS or token == "and" or is_compared:
         end = _phrase_end(tokens, place, with_numbers=token in _TIMED or is_compared)
         return end if _is_phrase(token, tokens[place:end]) else None
@@ -175,6 +180,8 @@ def _is_phrase(joint: str, tokens: list[str]) -> bool:
     if joint == "and" and phrase & _CONTINUES:
         return False
     if joint == "at" and phrase & _EXTREMES:
+        return False
+    if joint in _OF_A_PART and phrase & ORDINALS and phrase & PARTS - ORDINALS:
         return False
     if joint == "than" and not phrase:
         return True
@@ -263,6 +270,8 @@ def is_harmless(text: str, value: str) -> bool:
         if any(word in CHANGES or word.endswith(("n't", "n’t")) for word in words):
             return False
         is_same = own is not None and numbers[-1:] == [own[0]]
+        if _ASKED.match(sentence) and not is_same:
+            return False
         is_calculation = (
             len(numbers) > 1 and "=" in sentence and not any(token in CROSSES for token in tokens)
         )
@@ -285,6 +294,14 @@ _POLITE = re.compile(
 )
 _EXPLAINS = re.compile(
     rf"\W*(?:{'|'.join(LISTS['following']['explains'].split()).replace('-', ' ')})\b", re.I
+)
+#: A later sentence that says what is asked: the answer before it is another quantity ("We need boys.").
+_ASKED = re.compile(
+    r"\W*(?:(?:and|so|but|yet|while|whereas|now|here|what)\W+)*"
+    r"(?:we|I|you|they|one|the (?:question|problem|task|exercise|prompt))\b[^.\n]{0,20}?"
+    r"\b(?:needs?|needed|wants?|wanted|seeks?|asks?|asked|asking|look(?:ing)? for|requires?|requested"
+    r"|must find|(?:have|has) to find|should find|are after|is about)\b",
+    re.I,
 )
 _WITHDRAWS = words_of("withdraws", "following")
 _WITHDRAWAL = re.compile(

@@ -14,6 +14,7 @@ from functools import lru_cache
 from pathlib import Path
 
 from rlctl.reward import number_words
+from rlctl.reward.statement_words import UNITS, VERBS
 
 _ENTRIES = tomllib.loads(Path(__file__).with_name("languages.toml").read_text(encoding="utf-8"))
 
@@ -52,7 +53,11 @@ class Language:
 _LANGUAGES = {name: Language(name, entry.get("comma", False)) for name, entry in _ENTRIES.items()}
 ENGLISH = _LANGUAGES["english"]
 _UNKNOWN = Language("")
-_ENGLISH_WORDS = frozenset([*_ENTRIES["english"]["words"].split(), *number_words.words_of("english")])
+_MIN_ENGLISH_FORM = 5
+#: English verbs with -ed and -ing, and units in full, which other languages do not have.
+_ENGLISH_FORMS = {verb for verb in VERBS if verb.endswith(("ed", "ing")) and len(verb) >= _MIN_ENGLISH_FORM}
+_ENGLISH_FORMS |= {f"{unit}s" for unit in UNITS if len(unit) >= _MIN_ENGLISH_FORM}
+_ENGLISH_WORDS = _ENGLISH_FORMS.union(_ENTRIES["english"]["words"].split(), number_words.words_of("english"))
 #: Minimum length of number words that show the language; "once" is also English.
 _MIN_LENGTH = 5
 #: Word → the languages in which it is frequent.

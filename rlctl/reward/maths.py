@@ -59,7 +59,7 @@ _LINE = re.compile(r"\s*\$?\s*([A-Za-z])\s*=\s*-?[\d./]+[\s.$]*$")
 #: Numbers and products with a second meaning; see `_other_readings`.
 _WITH_COMMA = re.compile(r"-?(?:\d+|\d{1,3}(?: \d{3})+)(?:,|\{,\})(?!\d{3}$)\d+")
 _GROUPS = re.compile(r"-?\d{1,3}(?:,-?\d{3})+")
-_FACTORS = re.compile(r"\d+(?!(?:st|nd|rd|th)$)[a-z]{1,3}|[a-z]{2}")
+_FACTORS = re.compile(r"\d+(?!(?:st|nd|rd|th)$)[a-z]{1,3}|[a-z]{2}|[abc]{3}|[b-df-hj-np-tv-z]{3}")
 #: Values that a sentence lists: "The answers are 12 and 345."
 _ENUMERATION = re.compile(
     r"(?:\b(?:are|is)|[:=])[\s$]*(-?\d[\d./]*(?:,\s*-?\d[\d./]*)*,?\s+and\s+-?\d+(?:[./]\d+)*)[\s$.]*$"

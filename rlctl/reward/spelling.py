@@ -14,7 +14,7 @@ WRAPPER = re.compile(
 #: Commands of LaTeX; and words.
 COMMAND = re.compile(r"\\[A-Za-z]+\s*(?:\{[^{}]*\})?")
 WORD = re.compile(
-    rf"(?<![^\W\d_])(?<!\\)[^\W\d_]{{3,}}|{FOREIGN}|(?<!\S)(?i:is|it|so|in|no|of|to|we|he|if|my)(?=[\s,]|$)"
+    rf"(?<![^\W\d_])(?<!\\)[^\W\d_]{{3,}}|{FOREIGN}|(?<!\S)(?i:is|it|so|in|no|of|to|we|he|if|my|il|on|er|es|ha|tu|él|já)(?=[\s,]|$)"
     r"|\b(?i:it|that|there|i)['’][a-z]"
 )
 TIME = re.compile(r"\d:\d\d")

@@ -27,6 +27,7 @@ VERBS = words_of("forms").union(*map(_inflected, COMMANDS))
 BETWEEN, QUANTITIES, LEADS, UNSURE = map(words_of, ("between", "quantities", "leads", "unsure"))
 AFTER, PREPOSITIONS, ARTICLES, NAMES = map(words_of, ("after", "prepositions", "articles", "names"))
 UNITS, ARITHMETIC, COMPARES = map(words_of, ("units", "arithmetic", "compares"))
+WHICH_NUMBER, PARTS, ORDINALS = map(words_of, ("which_number", "parts", "ordinals"))
 CHANGES = words_of("changes", "following")
 COPULAS = frozenset({"is", "are", "was", "were", "equals", "be", "been"})
 #: Words of an amount that do not change the value before them.

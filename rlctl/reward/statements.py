@@ -16,6 +16,7 @@ from rlctl.reward.continuations import CROSSES, FOR_WHICH, closes, unit_end
 from rlctl.reward.foreign_statements import is_doubted, is_statement_in_another_language
 from rlctl.reward.statement_words import (
     ACCENTED,
+    ARTICLES,
     BETWEEN,
     COMMANDS,
     COMPARES,
@@ -26,6 +27,7 @@ from rlctl.reward.statement_words import (
     QUANTITIES,
     UNITS,
     VERBS,
+    WHICH_NUMBER,
     changes,
     is_unsure,
     is_word,
@@ -69,6 +71,9 @@ _INVERTED = re.compile(
 _DESCRIBES = re.compile(
     r"\b(?:that|who|which)(?: \w+)? (?:not|never|cannot|\w+n['’]t)\b|\A\W*(?:no|yes)[,:]", re.I
 )
+#: A number that only names something: "The bus number is 63", "Room number 63".
+_WHICH = "|".join(sorted(WHICH_NUMBER | ARTICLES))
+_NAME = re.compile(rf"\b(?!(?:{_WHICH})\b)[a-z]+['’]?s? number\W*(?:(?:is|was|are)\W*)?\Z", re.I)
 _COMMA = re.compile(r",\s+(?=[^\W\d])")
 #: Before a value that begins a clause.
 _THERE = re.compile(r"\b(?:there (?:is|are|was|were|will be)|means|that)\W*\Z", re.I)
@@ -76,7 +81,7 @@ _IN_ENGLISH = re.compile(r"\banswers?\b", re.I)
 _ANSWER_TO = re.compile(r"\banswers?\s+(?:to|for|of)\b.*(?=\b(?:is|was|be|equals)\b|[=:])", re.I | re.S)
 _IS_ANSWER = re.compile(r"\banswer(?: is|:)\s*\Z", re.I)
 #: An equation whose result follows: "20 + 6 =".
-_EQUATION = re.compile(r"\d[)%\s]*[-+*/×÷·xX(][-+*/×÷·xX().,%$€£\d\s]*=\s*[$€£]?\s*\Z")
+_EQUATION = re.compile(r"\d[)%\s]*[-–−+*/×÷·xX(][-–−+*/×÷·xX().,%$€£\d\s]*=\s*[$€£]?\s*\Z")
 #: "It is none other than 27."
 _OTHER_THAN = re.compile(
     r"\b(?:(?:I have|there is) no|without(?: an?y?)?) doubt\b(?: that)?"
@@ -103,8 +108,10 @@ def _is_in_english(before: str, value: str, after: str) -> bool:
         return False
     rest = tokens_of(without_formatting(FOR_WHICH.sub(" ", after)))
     if _EQUATION.search(before):
-        return not any(changes(token.casefold(), token) or token in CROSSES for token in rest)
-    if any(pattern.search(before) for pattern in (_CONDITION, _MULTIPLE, _PART, _INVERTED)):
+        changed = any(changes(token.casefold(), token) or token in CROSSES for token in rest)
+        is_comparison = len(rest) > 2 or COMPARES.isdisjoint(rest)
+        return not changed or (is_comparison and closes(rest, value, is_subject=True))
+    if any(pattern.search(before) for pattern in (_CONDITION, _MULTIPLE, _PART, _INVERTED, _NAME)):
         return False
     clause = _COMMA.split(_CLAUSE.split(before)[-1])[-1]
     if NUMBER.search(before) and clause.rstrip().endswith(","):
@@ -119,7 +126,7 @@ def _is_in_english(before: str, value: str, after: str) -> bool:
         subject = []  # "caught the ball 27 times"
     has_unit = unit_end(rest, value) > 0
     is_subject = (
-        subject[-1:] in ([","], ["and"])
+        subject[-1:] in ([","], ["and"], ["="])
         or LEADS.issuperset(token.casefold() for token in subject)
         or _THERE.search(clause)
     )

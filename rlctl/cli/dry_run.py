@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Literal
 
 from rich.text import Text
 
 from rlctl.cli import dry_run_summary as summary
+from rlctl.cli.dry_run_document import plan_document
 from rlctl.cli.dry_run_summary import count_of, print_title
-from rlctl.cli.output import print_indented, unwrapped
+from rlctl.cli.output import as_json, print_indented, unwrapped, write_out
 from rlctl.errors import Problem
 from rlctl.registry import ADVANTAGE_ESTIMATORS, GRADERS, KL_ESTIMATORS, POLICY_LOSSES
 from rlctl.run_spec.check_rollout import slow_on_a_gpu
@@ -27,11 +29,21 @@ from rlctl.train.preflight import check_disk, check_inputs, check_trackers, coun
 from rlctl.user_code import is_file_function
 
 
-def print_dry_run(loaded: LoadedSpec, *, show_all: bool, machine: str | None = None) -> int:
+def print_dry_run(
+    loaded: LoadedSpec,
+    *,
+    show_all: bool,
+    machine: str | None = None,
+    mean_response: float | None = None,
+    output_format: Literal["text", "json"] = "text",
+) -> int:
     """Print to stdout what the run would do: errors, memory and time, what was inferred and checked.
 
-    `show_all` adds all bands of ρ, the memory by its parts and every value with its origin. `machine` names
-    the machine to plan for; None: this one.
+    Args:
+        show_all: add all bands of ρ, the memory by its parts and every value with its origin.
+        machine: name of the machine to plan for; None: this one.
+        mean_response: mean tokens of a response, for times; None: not known.
+        output_format: `json` prints problems, memory, stages and suggestions as one object.
 
     Returns:
         The exit code: 2 if a file that the run needs is missing or cannot be used, or a resource of the
@@ -41,7 +53,7 @@ def print_dry_run(loaded: LoadedSpec, *, show_all: bool, machine: str | None = N
         UsageError: no machine of this name is known.
     """
     spec, console = loaded.spec, unwrapped()
-    placement = Placement(spec, model_size(spec.model), machine_of(machine))
+    placement = Placement(spec, model_size(spec.model), machine_of(machine), mean_response)
     unusable = check_inputs(spec)
     row = check_first_row(spec, unusable, starts=False)
     unusable = [_as_example(problem, loaded) for problem in [*unusable, *row.problems]]
@@ -53,6 +65,10 @@ def print_dry_run(loaded: LoadedSpec, *, show_all: bool, machine: str | None = N
     elif placement.machine.gpus:  # the warnings of the spec are about this machine
         known = {problem.what for problem in loaded.warnings}
         unusable += [problem for problem in slow_on_a_gpu(spec) if problem.what not in known]
+    exit_code = 2 if has_errors(unusable) else 4 if missing else 0
+    if output_format == "json":
+        write_out(as_json(plan_document(placement, [*loaded.warnings, *unusable, *missing])), None)
+        return exit_code
     used = summary.print_verdict([*loaded.warnings, *unusable, *missing], placement, console)
     sections = [summary.inferred(loaded), summary.checked(row)]
     if not show_all:
@@ -69,7 +85,7 @@ def print_dry_run(loaded: LoadedSpec, *, show_all: bool, machine: str | None = N
         _print_values(loaded, console)
     more = "" if show_all else " --all: memory by its parts, stages, every value and its origin."
     console.print(f"\nDry run. Nothing was started.{more}")
-    return 2 if has_errors(unusable) else 4 if missing else 0
+    return exit_code
 
 
 def _as_example(problem: Problem, loaded: LoadedSpec) -> Problem:
@@ -227,17 +243,22 @@ def _print_parts_of_memory(parts: list[MemoryPart], of_peak: str, console: Conso
 def _print_stages(placement: Placement, console: Console) -> None:
     machine = placement.machine
     of = f"{placement.spec.trainer.nnodes} × {machine.gpus} × {machine.gpu}"
-    print_title(f"Stages on {machine.name} ({of}); seconds of a step within a factor of two", console)
+    print_title(f"Stages on {machine.name} ({of}); seconds of a step, low–high", console)
     rows: list[tuple[str | Text, ...]] = []
     for stage in placement.stages():
-        seconds = "" if stage.seconds is None else f"{stage.seconds:,.1f}"
+        seconds = "" if stage.seconds is None else str(stage.seconds)
         moved = ", ".join(f"{gib(num_bytes)} {link}" for link, num_bytes in stage.moved.items())
         rows.append((stage.name, gib(stage.gpu), gib(stage.host), seconds, Text(moved, "dim")))
     headings = ("stage", "GPU", "host", "seconds", "moved")
     print_table(console, headings, rows, right=range(1, 4), indent=2)
-    if total := placement.seconds().get("whole step"):
-        tokens = placement.tokens() * placement.spec.world_size
-        words = f"one step: {total:,.0f} s, {tokens / total:,.0f} tokens per second on all GPUs together"
+    if total := placement.intervals.get("whole step"):
+        speed = summary.speed_of(placement)
+        words = f"one step: {total} s, {speed} tokens per second on all GPUs together"
         print_indented(Text(words, "bold"), 2, console)
-    for words in placement.suggestions():
-        print_indented(Text(f"free memory: {words}"), 2, console)
+    for own in placement.own_design():
+        words = f"as other software counts, {own.seconds_with} s: here {own.what}"
+        print_indented(Text(words), 2, console)
+    for words in placement.not_known():
+        print_indented(Text(f"not known: {words}", "dim"), 2, console)
+    for each in placement.suggestions():
+        print_indented(Text(f"faster: {each.setting} fits, {each.seconds} s: {each.why}"), 2, console)

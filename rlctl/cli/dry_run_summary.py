@@ -16,6 +16,7 @@ from rlctl.run_spec.keys import known_leaves, value_of
 from rlctl.run_spec.machine import gib
 from rlctl.run_spec.memory import memory_total
 from rlctl.run_spec.resolve import correction_rules, loss_rule
+from rlctl.run_spec.step_time import Seconds
 from rlctl.train.preflight import count_rows
 
 if TYPE_CHECKING:
@@ -61,11 +62,16 @@ def _figures(placement: Placement) -> list[tuple[str, str]]:
     peak = f"{more_than}{gib(memory_total(known))}" if known else "unknown"
     of = f"a GPU of {gib(machine.gpu_bytes)}" if machine.gpus else f"{gib(machine.host_bytes)}, on the CPU"
     figures = [("peak memory", f"{peak} of {of} (estimate)")]
-    if machine.gpus and (seconds := placement.seconds().get("whole step")):
-        speed = placement.tokens() * spec.world_size / seconds
+    peak_of_host = memory_total(placement.host_parts)
+    if machine.gpus and peak_of_host:
         figures.append(
-            ("one step", f"{seconds:,.0f} s within a factor of two, {speed:,.0f} tokens per second in all")
+            ("host memory", f"{gib(peak_of_host)} of {gib(machine.host_bytes)} per node (estimate)")
         )
+    if machine.gpus and (seconds := placement.intervals.get("whole step")):
+        figures.append(
+            ("one step", f"{seconds} s, {speed_of(placement)} tokens per second in all (estimate)")
+        )
+        figures += [("not known", words) for words in list(placement.not_known())[:1]]
     elif machine.gpus and not machine.knows_speed:
         figures.append(("one step", f"unknown: the speed of {machine.gpu} is not in the table of GPUs"))
     else:
@@ -80,6 +86,12 @@ def _figures(placement: Placement) -> list[tuple[str, str]]:
     )
     figures.append(("the run", f"{number} of {sampled}, {updates} each"))
     return figures
+
+
+def speed_of(placement: Placement) -> Seconds:
+    """Tokens of prompts and responses per second, on all GPUs together: the two ends."""
+    seconds, tokens = placement.intervals["whole step"], placement.tokens() * placement.spec.world_size
+    return Seconds(tokens / seconds.high, tokens / seconds.low)
 
 
 def count_of(number: int, name: str, plural: str = "s") -> str:

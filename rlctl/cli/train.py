@@ -13,6 +13,7 @@ import typer
 
 from rlctl.cli.command import (
     RUN,
+    Format,
     Presets,
     Trust,
     complete_override,
@@ -76,9 +77,16 @@ def train(
         str | None,
         typer.Option(
             metavar="NAME",
-            help="With --dry-run: plan for 1xh100, 8xh100, 2x8h100, 1xh200 or 1x24gb, not this machine.",
+            help="With --dry-run: plan for 8xh100, 2x8h100, 1x24gb, or GPUs × card (4xa100), not this machine.",
         ),
     ] = None,
+    mean_response: Annotated[
+        float | None,
+        typer.Option(
+            metavar="TOKENS", help="With --dry-run: mean length of responses, for the time of a step."
+        ),
+    ] = None,
+    output_format: Format = "text",
     print_command: Annotated[
         bool,
         typer.Option(
@@ -150,10 +158,25 @@ def train(
     if dry_run:
         from rlctl.cli.dry_run import print_dry_run
 
-        raise typer.Exit(print_dry_run(loaded, show_all=show_all, machine=machine))
-    if machine is not None:
+        if mean_response is not None and not 0 < mean_response <= loaded.spec.data.max_response_length:
+            most = loaded.spec.data.max_response_length
+            message = (
+                f"{mean_response:g} tokens, but a response has at most {most} (data.max_response_length)"
+            )
+            raise UsageError(message, where="--mean-response", fix=f"give a number above 0, at most {most}")
+        planned = print_dry_run(
+            loaded,
+            show_all=show_all,
+            machine=machine,
+            mean_response=mean_response,
+            output_format=output_format,
+        )
+        raise typer.Exit(planned)
+    given = {"--machine": machine, "--mean-response": mean_response}
+    given["--format json"] = output_format if output_format == "json" else None
+    for option in (name for name, value in given.items() if value is not None):
         fix = "add --dry-run; without it the run starts on this machine"
-        raise UsageError("--machine only plans a run", where="--machine", fix=fix)
+        raise UsageError(f"{option} only plans a run", where=option, fix=fix)
     if print_command:
         from rlctl.cli.print_command import print_commands
         from rlctl.track.trust import code_in, values_of

@@ -12,6 +12,7 @@ from typing import Literal
 from rlctl.errors import UsageError
 from rlctl.leftovers import SHARED_MEMORY
 from rlctl.processes import command_output
+from rlctl.run_spec.cards import CARDS, Card, card_named
 
 GIB = 2**30
 _CGROUP_LIMITS = (Path("/sys/fs/cgroup/memory.max"), Path("/sys/fs/cgroup/memory/memory.limit_in_bytes"))
@@ -48,17 +49,12 @@ class Machine:
         return self.flops > 0
 
 
-#: Word in a GPU's name, possibly with an S after it → flops, gpu_bandwidth, link, bus.
-_SPEEDS = {
-    "H200": (989e12, 4.8e12, 450e9, 50e9),
-    "H100": (989e12, 3.35e12, 450e9, 50e9),
-    "A100": (312e12, 2.0e12, 300e9, 25e9),
-    "L40": (181e12, 0.86e12, 25e9, 25e9),
-    "4090": (165e12, 1.0e12, 25e9, 25e9),
-    "A10": (125e12, 0.6e12, 25e9, 25e9),
-    "L4": (121e12, 0.3e12, 25e9, 25e9),
-}
-_H100 = Machine("1xh100", "H100 80 GB", 1, 1, 79.6 * GIB, 240 * GIB, 120 * GIB, *_SPEEDS["H100"], 50e9, 250e9)
+def _speeds(card: Card) -> tuple[float, float, float, float]:
+    return card.flops, card.bandwidth, card.link, card.bus
+
+
+_SPEEDS = _speeds(CARDS["h100"])
+_H100 = Machine("1xh100", "H100 80 GB", 1, 1, 79.6 * GIB, 240 * GIB, 120 * GIB, *_SPEEDS, 50e9, 250e9)
 _8XH100 = replace(
     _H100, name="8xh100", gpus=8, host_bytes=2000 * GIB, shm_bytes=1000 * GIB, host_bandwidth=500e9
 )
@@ -70,9 +66,15 @@ MACHINES: dict[str, Machine] = {
         _8XH100,
         replace(_8XH100, name="2x8h100", nodes=2),
         replace(_H100, name="1xh200", gpu="H200 141 GB", gpu_bytes=140.4 * GIB, gpu_bandwidth=4.8e12),
-        Machine("1x24gb", "24 GB", 1, 1, 23.6 * GIB, 64 * GIB, 32 * GIB, *_SPEEDS["4090"], 3e9, 60e9),
+        Machine(
+            "1x24gb", "24 GB", 1, 1, 23.6 * GIB, 64 * GIB, 32 * GIB, *_speeds(CARDS["rtx4090"]), 3e9, 60e9
+        ),
     )
 }
+#: Further names: number of nodes (1 if left out), GPUs per node, a card of `cards.toml`.
+_NAME = re.compile(r"(?:(\d+)x)?(\d+)x([a-z][a-z0-9-]*)")
+#: Network of a machine with GPUs that are linked faster than through the host, and of another, bytes/s per GPU.
+_NETWORKS = (50e9, 3e9)
 
 
 def gib(num_bytes: float) -> str:
@@ -88,9 +90,17 @@ def machine_of(name: str | None) -> Machine:
     """
     if name is None:
         return this_machine()
-    if name not in MACHINES:
-        raise UsageError(f"no machine {name}", where="--machine", fix=f"choose from {', '.join(MACHINES)}")
-    return MACHINES[name]
+    if name in MACHINES:
+        return MACHINES[name]
+    match = _NAME.fullmatch(name)
+    if not match or match[3] not in CARDS or not (int(match[2]) and int(match[1] or 1)):
+        known = f"{', '.join(MACHINES)}; or GPUs per node × card, such as 4xa100, with a card of {', '.join(CARDS)}"
+        raise UsageError(f"no machine {name}", where="--machine", fix=f"choose from {known}")
+    nodes, gpus, card = int(match[1] or 1), int(match[2]), CARDS[match[3]]
+    network = _NETWORKS[0] if card.link > card.bus else _NETWORKS[1]
+    host = gpus * card.host
+    sizes = (card.memory, host, host / 2)
+    return Machine(name, card.name.upper(), gpus, nodes, *sizes, *_speeds(card), network, 60e9 * gpus)
 
 
 @cache
@@ -122,9 +132,8 @@ def this_machine() -> Machine:
 
 def gpu_speeds(model: str) -> tuple[float, float, float, float] | None:
     """`flops`, `gpu_bandwidth`, `link` and `bus` of the GPU of this name; None if it is not in the table."""
-    names = (name for name in _SPEEDS if re.search(rf"\b{name}S?\b", model))
-    name = next(names, None)
-    return None if name is None else _SPEEDS[name]
+    card = card_named(model)
+    return None if card is None else _speeds(card)
 
 
 def native_dtype() -> tuple[Literal["fp32", "bf16"], str]:

@@ -74,6 +74,11 @@ def logits_at_once(gpu_bytes: float | None) -> int:
     return max(MAX_LOGITS, int((gpu_bytes or 0.0) * _LOGITS_SHARE / LOGIT_BYTES))
 
 
+def sequences_at_once(gpu_bytes: float | None) -> int:
+    """Most sequences that vLLM samples at once on a GPU with this memory, by its defaults."""
+    return (_AT_ONCE if (gpu_bytes or 0.0) >= _LARGE_GPU else _AT_ONCE_SMALL_GPU)[0]
+
+
 def memory_parts(spec: RunSpec, size: ModelSize, gpu_bytes: float | None = None) -> list[MemoryPart]:
     """Parts of one rank's memory; `gpu_bytes`: memory of its GPU, None: unknown."""
     return _Estimate(spec, size, gpu_bytes).parts()
@@ -116,8 +121,8 @@ def rollout_workspace(spec: RunSpec, shape: Shape | None, gpu_bytes: float | Non
     """
     if not (spec.rollout_engine.forms_batches and shape and gpu_bytes):
         return []
-    sequences, tokens = _AT_ONCE if gpu_bytes >= _LARGE_GPU else _AT_ONCE_SMALL_GPU
-    sequences, width = spec.rollout.max_num_seqs or sequences, spec.rollout_width
+    sequences, width = spec.rollout.max_num_seqs or sequences_at_once(gpu_bytes), spec.rollout_width
+    tokens = (_AT_ONCE if gpu_bytes >= _LARGE_GPU else _AT_ONCE_SMALL_GPU)[1]
     largest = max(
         tokens * 3 * (shape.hidden + shape.inner) * width,
         sequences * shape.vocab * _SAMPLER_BYTES,
@@ -328,7 +333,7 @@ class _Estimate:
         shared = spec.rollout.tensor_model_parallel_size
         # Key-value heads are sharded over an engine's GPUs, and replicated if there are fewer than GPUs.
         keys = max(shape.keys // shared, shape.head_dim)
-        one = 2 * shape.layers * keys * self.length * width
+        one = 2 * (shape.layers - shape.linear_layers) * keys * self.length * width
         if spec.rollout_engine.forms_batches:  # its share of the GPU sets the size of the cache
             utilization, weights = spec.rollout.gpu_memory_utilization, self._sampling_copy().num_bytes
             if self.gpu_bytes is None or weights is None:

@@ -48,6 +48,7 @@ class Shape:
     window: int | None = None
     #: whether its feed-forward layers are mixtures of experts, which LoRA does not adapt
     has_experts: bool = False
+    linear_layers: int = 0  # layers with linear attention, which keep one state and no keys and values
 
     @property
     def queries(self) -> int:
@@ -232,6 +233,7 @@ def _from_config(whole: dict[str, Any]) -> ModelSize:
         norms_heads=config.get("model_type") in {"qwen3", "qwen3_moe"},
         window=_window(config),
         has_experts=experts > 0,
+        linear_layers=list(config.get("layer_types") or []).count("linear_attention"),
     )
     tied = whole.get("tie_word_embeddings", config.get("tie_word_embeddings"))
     embeddings = vocab * hidden * (1 if tied else 2)

@@ -1,8 +1,6 @@
 """Estimates of a run's memory and of the duration of its phases on a given machine, before it starts.
 
-GPU memory is that of `rlctl.run_spec.memory`. Times follow a roofline model: the larger of the computing
-time (at `_EFFICIENCY` of the peak) and the transfer time. They are usually correct within a factor of two,
-which is enough to distinguish a slow run from a broken one.
+GPU memory is that of `rlctl.run_spec.memory`, times are those of `rlctl.run_spec.step_time`.
 """
 
 from __future__ import annotations
@@ -12,9 +10,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from functools import cached_property
 
-from rlctl.capabilities.sections import sections_on
 from rlctl.errors import Problem
-from rlctl.run_spec.explain import BatchArithmetic
+from rlctl.run_spec.lengths import Lengths
 from rlctl.run_spec.machine import GIB, MACHINES, Machine, gib
 from rlctl.run_spec.memory import (
     MemoryPart,
@@ -23,34 +20,23 @@ from rlctl.run_spec.memory import (
     has_no_mask,
     memory_parts,
     memory_total,
-    rollout_workspace,
 )
-from rlctl.run_spec.model_size import ModelSize, Shape
+from rlctl.run_spec.model_size import ModelSize
 from rlctl.run_spec.run_spec import RunSpec
+from rlctl.run_spec.step_time import FAST, SLOW, Seconds, StepWork
 
-#: Fractions of the peak FLOP/s that matrix products reach, and of the memory bandwidth that decoding reaches.
-_EFFICIENCY, _DECODING = 0.4, 0.7
-#: Overhead of a decoding step in seconds: kernel launches, sampling, scheduling.
-_STEP_S = 0.003
-#: Overhead in seconds of an optimizer step, and per weight of a sync: launches, Python. Measured with a model
-#: whose arithmetic takes no time.
-_ENGINE_STEP_S, _SYNC_WEIGHT_S = 0.05, 0.001
 #: Longest row of tokens for attention with a dense mask on a GPU.
 _LONGEST_DENSE = 8192
 #: Fraction of a GPU's memory that an estimate may take: the rest is for fragmentation.
 _USED_AT_MOST = 0.95
-#: Weights of a layer: projections, their biases, norms.
-_WEIGHTS_PER_LAYER = 12
-#: Assumed mean length of a response as a fraction of `max_response_length`, for times.
-_MEAN_RESPONSE = 0.75
 #: Host memory of a process for the libraries of torch, CUDA and vLLM, and for its CUDA context.
 _PROCESS_BYTES = 4 * GIB
 #: Memory that NCCL uses in `/dev/shm` per rank.
 _NCCL_BYTES = 32 * 2**20
 #: Number of elements in one host buffer of DeepSpeed's stage 3 (`sub_group_size`).
 _SUB_GROUP = 1_000_000_000
-#: Bytes per second for writing or reading a file in shared memory.
-_FILES = 3e9
+#: Share of a step's seconds that a suggestion saves at least.
+_WORTH_SAYING = 0.02
 #: Seconds of a step above which the plan warns.
 _SLOW_STEP_S = 600
 #: Phases of host memory that is not held for the whole run.
@@ -65,14 +51,43 @@ class Stage:
     gpu: float  # peak bytes per GPU
     host: float  # peak bytes per node, including pinned and shared memory
     moved: dict[str, float]  # link → bytes per GPU
-    seconds: float | None = None  # per training step; None: the stage runs only once, or the time is unknown
+    seconds: Seconds | None = (
+        None  # per training step; None: the stage runs only once, or the time is unknown
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class Suggestion:
+    """A setting that shortens a step and still fits."""
+
+    setting: str  # KEY=VALUE
+    seconds: Seconds  # of a step with it
+    why: str
+
+
+@dataclass(frozen=True, slots=True)
+class OwnDesign:
+    """Work of other software that rlctl leaves out; figures published by it include this work."""
+
+    what: str
+    seconds_with: Seconds  # of a step with this work
 
 
 class Placement:
-    """Memory and time estimates of a spec on a machine; `size` is that of the policy."""
+    """Memory and time estimates of a spec on a machine.
 
-    def __init__(self, spec: RunSpec, size: ModelSize, machine: Machine) -> None:
-        self.spec, self.size, self.machine = spec, size, machine
+    Args:
+        size: that of the policy.
+        mean_response: mean tokens of a response, if known.
+    """
+
+    def __init__(
+        self, spec: RunSpec, size: ModelSize, machine: Machine, mean_response: float | None = None
+    ) -> None:
+        self.spec, self.size, self.machine, self.mean_response = spec, size, machine, mean_response
+        data = spec.data
+        self.lengths = Lengths.of(data.max_prompt_length, data.max_response_length, mean_response)
+        self.work = StepWork(spec, size, machine, self.lengths)
         self.width, self.stage = spec.engine.width, spec.engine.effective_stage
         self.ranks = spec.trainer.n_gpus_per_node
         self.sampling_width = spec.rollout_width
@@ -213,7 +228,7 @@ class Placement:
         started = self.sampling if base else generation
         partition = always + self._largest_weights if self.stage == 3 else max(whole, always)
         update = self.gpu_peak("head", "layers", "critic")
-        synced = {crossing: whole if self._gathered else 0.0, "host to GPU": copy}
+        synced = {crossing: whole if self.work.gathered else 0.0, "host to GPU": copy}
         synced |= {
             "broadcast to servers": whole * self.broadcasts_weights,
             "files": whole * self.writes_weights,
@@ -227,13 +242,13 @@ class Placement:
                 "score",
                 memory_total(scoring, ("head", "layers")),
                 _TRAINING,
-                {"host to GPU": base, crossing: self._scoring_passes * self._gathered},
+                {"host to GPU": base, crossing: self.work.scoring_passes * self.work.gathered},
             ),
-            ("update", update, _TRAINING, {crossing: self._exchanged()}),
+            ("update", update, _TRAINING, {crossing: self.work.exchanged}),
             ("step", self.gpu_peak("step", "critic's step"), _TRAINING, {"host to GPU": offload}),
             ("sync", generation, _SAVING, synced),
         ]
-        seconds, parts = self.seconds(), []
+        seconds, parts = self.intervals, []
         for name, gpu, phase, moved in rows:
             links = {link: num_bytes for link, num_bytes in moved.items() if num_bytes}
             host = memory_total(self.host_parts, (phase,))
@@ -242,192 +257,116 @@ class Placement:
 
     def tokens(self) -> float:
         """Prompt and response tokens per step and rank, at the mean lengths that are assumed for times."""
-        data = self.spec.data
-        length = data.max_prompt_length / 2 + data.max_response_length * _MEAN_RESPONSE
-        return length * self._responses()
+        return self.work.tokens()
 
-    def _forward_flops(self, shape: Shape, parameters: int) -> float:
-        """FLOPs of a forward pass over the rows of one step on one rank.
-
-        Two per token and weight that it uses; for attention, two per element of a query, position and layer.
-        Without a token budget, a micro-batch computes a prompt once for all of its responses there. The
-        output head is computed for response tokens only.
-        """
-        actor, data, responses = self.spec.actor, self.spec.data, self._responses()
-        rows = actor.ppo_micro_batch_size_per_gpu
-        once = 1.0 if actor.ppo_max_token_len_per_gpu else -(-rows // self.spec.rollout.n) / rows
-        sampled = responses * data.max_response_length * _MEAN_RESPONSE
-        tokens = responses * once * data.max_prompt_length / 2 + sampled
-        head = shape.vocab * shape.hidden
-        attention = 2 * shape.layers * shape.queries * self.tokens() / responses
-        return tokens * (2 * (parameters - head) + attention) + sampled * 2 * head
-
-    def _responses(self) -> float:
-        return self.spec.data.train_batch_size * self.spec.rollout.n / self.spec.world_size
-
-    @property
-    def _micro_batches(self) -> float:
-        """Forward passes of one model over the batch, per rank."""
-        batch, budget = BatchArithmetic(self.spec), self.spec.actor.ppo_max_token_len_per_gpu
-        if budget:
-            return max(float(batch.mini_batches), self.tokens() / budget)
-        return float(batch.mini_batches * (batch.micro_batches_per_rank or 1))
-
-    @property
-    def _scoring_passes(self) -> int:
-        """Models that score the batch before the updates."""
-        algorithm = self.spec.algorithm
-        measured = map(algorithm.estimator_needs, ("score_norms", "sequence_weights"))
-        scores_policy = not algorithm.rollout_correction.bypass_mode or any(measured)
-        others = self.spec.needs_reference, self.spec.trains_critic
-        of_capabilities = sum(each.num_scoring_passes(self.spec) for each in sections_on(self.spec).values())
-        return scores_policy + sum(others) + of_capabilities
-
-    @property
-    def _update_passes(self) -> int:
-        """Forward passes over the batch that cost as much as all updates; a backward pass costs two."""
-        each = 3 + self.spec.model.enable_gradient_checkpointing
-        return self.spec.actor.ppo_epochs * each * (1 + self.spec.trains_critic)
-
-    @property
-    def _gathered(self) -> float:
-        """Bytes of weights that a rank receives in one forward pass over the batch, under ZeRO-3."""
-        return self._micro_batches * self.whole if self.stage == 3 and self.spec.world_size > 1 else 0.0
-
-    @property
-    def _reduced(self) -> float:
-        """Bytes that a rank exchanges below ZeRO-3 to sum gradients and to collect the updated weights.
-
-        Sums are in float32, at stages 0 and 1 at every optimizer step, at stage 2 after every backward pass.
-        Stage 0 sums all gradients on all ranks, which moves them twice.
-        """
-        spec, steps = self.spec, self.spec.updates_per_batch
-        if spec.world_size == 1 or self.stage == 3:
-            return 0.0
-        trained = self._trained * (1 + spec.trains_critic)
-        sums = (8 * steps, 4 * steps, 4 * self._micro_batches * spec.actor.ppo_epochs)[self.stage]
-        return trained * (sums + (self.width * steps if self.stage else 0.0))
-
-    @property
-    def _trained(self) -> int:
-        """Number of parameters of the policy that are trained."""
-        return adapter_parameters(self.spec, self.size) or self.size.num_trainable or 0
+    @cached_property
+    def intervals(self) -> dict[str, Seconds]:
+        """Stage → the two ends of its seconds per step; empty if they are unknown."""
+        return _intervals(self.work)
 
     def seconds(self) -> dict[str, float]:
-        """Phase → seconds per step; empty if the model's dimensions or the GPU's speeds are unknown."""
-        spec, shape, parameters = self.spec, self.size.shape, self.size.num_parameters
-        if shape is None or parameters is None or not self.machine.knows_speed:
-            return {}
-        machine, whole, sampling = self.machine, self.whole, self.sampling
-        speed = machine.flops * _EFFICIENCY / max(1, self.ranks // (machine.gpus or 1))
-        read = self.size.num_trainable or parameters
-        forward = self._forward_flops(shape, read - self.size.num_idle) / speed
-        link = machine.network if spec.trainer.nnodes > 1 else machine.link
-        once = max(forward, self._gathered / link)
-        shard = self._trained / spec.world_size
-        per_step = 40 * shard / machine.gpu_bandwidth
-        if spec.engine.offload != "none" and machine.gpus:
-            per_step = 28 * shard * self.ranks / machine.host_bandwidth + 6 * shard / machine.bus
-        per_step += _ENGINE_STEP_S
-        sync = 2 * sampling / machine.gpu_bandwidth + (whole / link if self._gathered else 0.0)
-        if spec.syncs_adapter:
-            sync = self._trained * self.width / machine.gpu_bandwidth
-        elif self.broadcasts_weights:
-            sync += whole / machine.link
-        elif self.writes_weights:
-            sync += 2 * whole / _FILES
-        if self.keeps_copy and machine.gpus:
-            sync += 2 * sampling / machine.bus
-        sync += _WEIGHTS_PER_LAYER * shape.layers * _SYNC_WEIGHT_S
-        figures = {
-            "generate": self._generation(shape, parameters),
-            "score": self._scoring_passes * once,
-            "update": self._update_passes * once + self._reduced / link,
-            "step": spec.updates_per_batch * per_step * (1 + spec.trains_critic),
-            "sync": sync,
-        }
-        return figures | {"whole step": sum(figures.values())}
+        """Stage → the middle of its interval; empty if the seconds are unknown."""
+        return {name: interval.middle for name, interval in self.intervals.items()}
 
-    def _generation(self, shape: Shape, parameters: int) -> float:
-        """Seconds to sample the responses of one step.
+    @property
+    def at_the_limit(self) -> Seconds | None:
+        """Seconds of a step if every response has the greatest length; None: unknown."""
+        data = self.spec.data
+        lengths = Lengths.of(data.max_prompt_length, data.max_response_length, data.max_response_length)
+        return _intervals(StepWork(self.spec, self.size, self.machine, lengths)).get("whole step")
 
-        Every decoding step reads all weights, and the keys and values of the running sequences. With several
-        GPUs per engine, each layer has two all-reduces of the residual stream.
-        """
-        spec, machine, data = self.spec, self.machine, self.spec.data
-        cached = 2 * shape.layers * shape.keys * self.sampling_width  # bytes per token
-        servers = spec.rollout.server.replicas if spec.has_rollout_servers else 0
-        gpus = spec.rollout.tensor_model_parallel_size
-        engines = servers or max(1, spec.world_size // gpus)
-        responses = spec.data.train_batch_size * spec.rollout.n / engines
-        mean = data.max_prompt_length / 2 + data.max_response_length * _MEAN_RESPONSE / 2
-        weights = parameters * self.sampling_width
-        share = spec.rollout.gpu_memory_utilization * machine.gpu_bytes
-        share -= memory_total(rollout_workspace(spec, shape, machine.gpu_bytes))
-        cache_bytes = share * gpus - weights
-        fits = max(1.0, cache_bytes / (cached * mean)) if machine.gpus else responses
-        at_once = min(responses, fits, spec.rollout.max_num_seqs or responses)
-        read = weights + at_once * cached * mean
-        active = parameters - self.size.num_idle
-        computed = 2 * active * at_once / (machine.flops * gpus)
-        slower = 1.0 if spec.rollout_engine.forms_batches or not machine.gpus else 5.0
-        each = max(read / (machine.gpu_bandwidth * gpus * _DECODING), computed) + _STEP_S
-        if gpus > 1:
-            each += 2 * shape.layers * 2 * at_once * shape.hidden * self.sampling_width / machine.link
-        prompts = responses / spec.rollout.n * data.max_prompt_length * 2 * active
-        # The longest response of the first wave reaches the limit; further waves take the mean length.
-        waves = 1 + max(0.0, responses / at_once - 1) * _MEAN_RESPONSE
-        return slower * (
-            waves * data.max_response_length * each + prompts / (machine.flops * _EFFICIENCY * gpus)
-        )
-
-    # --- memory that the run leaves unused ---------------------------------------------------------
-
-    def suggestions(self) -> Iterator[str]:
-        """Settings that use free memory of the GPUs, each with its reason; none if the run does not fit."""
-        machine, stage, rollout = self.machine, self.stage, self.spec.rollout
-        if not machine.gpus or not self._fits():
+    def own_design(self) -> Iterator[OwnDesign]:
+        """Work that this estimate does not contain and that of most other software would."""
+        if not self.intervals:
             return
-        placed = self
-        for lower in range(1, stage):
-            changed = self._with("engine", zero_stage=lower)
-            if (less := self._exchanged() - changed._exchanged()) > 0 and changed._fits():
-                peak, placed = gib(memory_total(changed.gpu_parts)), changed
-                yield (
-                    f"engine.zero_stage={lower} fits, a peak of {peak}: passes do not gather the weights, "
-                    f"{gib(less)} less to send per GPU and step"
-                )
-                break
-        wanted, fitting = placed._responses() * self.shared, placed._sequences_at_once()
-        shares = [share / 100 for share in range(95, round(100 * rollout.gpu_memory_utilization), -5)]
-        for share in shares if fitting is not None and fitting < wanted else ():
-            changed = placed._with("rollout", gpu_memory_utilization=share)
-            if changed._fits():
-                yield (
-                    f"rollout.gpu_memory_utilization={share:g} fits: the cache holds "
-                    f"{changed._sequences_at_once():.0f} instead of {fitting:.0f} sequences of full length, "
-                    f"of {wanted:.0f} to sample"
-                )
-                break
+        others = StepWork(self.spec, self.size, self.machine, self.lengths, as_others=True)
+        what = []
+        if self.work.shares_prompts < 1:
+            what.append("prompts are computed once for the responses that share a pass")
+        if others.scores_policy > self.work.scores_policy:
+            what.append("the policy is not scored before the updates (bypass mode)")
+        if what:
+            yield OwnDesign("; ".join(what), _intervals(others)["whole step"])
+
+    def not_known(self) -> Iterator[str]:
+        """What the seconds assume because nothing says it, or do not count."""
+        spec, machine = self.spec, self.machine
+        if self.size.shape is None or self.size.num_parameters is None:
+            yield "the model's dimensions: no seconds"
+            return
+        if not machine.knows_speed:
+            yield f"the speed of {machine.gpu}: no seconds"
+            return
+        if self.mean_response is None:
+            limit = "" if self.at_the_limit is None else f"; if all have the most, {self.at_the_limit} s"
+            yield (
+                f"the mean length of responses: {self.lengths.response:,.0f} of {self.lengths.limit:,} tokens are "
+                f"assumed (--mean-response){limit}"
+            )
+        yield f"the mean length of prompts: {self.lengths.prompt:,.0f} tokens are assumed"
+        yield "how lengths are distributed: log-normal, cut at the limit, is assumed"
+        if spec.environment.name != "single_turn":
+            yield "the time of the environment's turns and tools: not counted"
+        yield "the time of grading: not counted"
+        if spec.rollout.max_staleness:
+            yield "how much of sampling is beside training (rollout.max_staleness): stages are added up"
+        if not machine.gpus:
+            yield "the speed of this CPU: a usual one per core is assumed"
+
+    # --- faster settings --------------------------------------------------------------------------
+
+    def suggestions(self) -> list[Suggestion]:
+        """Single settings that shorten the step and fit, the fastest first; none if the run does not fit."""
+        now = self.intervals.get("whole step")
+        if not self.machine.gpus or now is None or not self._fits():
+            return []
+        found = []
+        for setting, changed, why in self._changes():
+            seconds = changed.intervals["whole step"]
+            if seconds.middle < (1 - _WORTH_SAYING) * now.middle and changed._fits():
+                found.append(Suggestion(setting, seconds, why))
+        best: dict[str, Suggestion] = {}
+        for each in sorted(found, key=lambda each: each.seconds.middle):
+            best.setdefault(each.setting.partition("=")[0], each)
+        return list(best.values())
+
+    def _changes(self) -> Iterator[tuple[str, Placement, str]]:
+        """Settings, the plan with each, and why it may be faster."""
+        spec = self.spec
+        engine, actor, model, rollout = spec.engine, spec.actor, spec.model, spec.rollout
+
+        def change(section: str, why: str, **values: object) -> tuple[str, Placement, str]:
+            named = " ".join(f"{section}.{name}={_word(value)}" for name, value in values.items())
+            return named, self._with(section, **values), why
+
+        if engine.name == "deepspeed" and engine.offload == "none":
+            for lower in range(1, self.stage):
+                yield change("engine", "passes do not gather the weights", zero_stage=lower)
+        if not has_no_mask(model.attn_implementation):
+            yield change(
+                "model", "attention without a mask, over each sequence alone", attn_implementation="varlen"
+            )
+        if model.enable_gradient_checkpointing:
+            yield change("model", "layers are not computed again", enable_gradient_checkpointing=False)
+        if budget := actor.ppo_max_token_len_per_gpu:
+            yield change("actor", "fewer passes", ppo_max_token_len_per_gpu=2 * budget)
+        if spec.rollout_engine.forms_batches:
+            for share in range(95, round(100 * rollout.gpu_memory_utilization), -5):
+                yield change("rollout", "more sequences at once", gpu_memory_utilization=share / 100)
+        elif rollout.name == "hf":
+            yield change("rollout", "vLLM's kernels", name="vllm")
+        if rollout.engine_kwargs.get("enforce_eager"):
+            kept = {name: value for name, value in rollout.engine_kwargs.items() if name != "enforce_eager"}
+            changed = self._with("rollout", engine_kwargs=kept)
+            yield "rollout.engine_kwargs.enforce_eager=false", changed, "kernels are launched as CUDA graphs"
 
     def _with(self, section: str, **values: object) -> Placement:
         changed = getattr(self.spec, section).model_copy(update=values)
-        return Placement(self.spec.model_copy(update={section: changed}), self.size, self.machine)
+        spec = self.spec.model_copy(update={section: changed})
+        return Placement(spec, self.size, self.machine, self.mean_response)
 
     def _fits(self) -> bool:
         return memory_total(self.gpu_parts) <= _USED_AT_MOST * self.machine.gpu_bytes
-
-    def _exchanged(self) -> float:
-        """Bytes that a GPU sends to others in the updates of a step."""
-        return self._update_passes * self._gathered + self._reduced
-
-    def _sequences_at_once(self) -> float | None:
-        """Sequences of full length that fit into an engine's cache; None: the cache has no fixed size."""
-        if not self.spec.rollout_engine.forms_batches:
-            return None
-        both = (*self.gpu_parts, *memory_parts(self.spec, self.size))  # on an unknown GPU: of one sequence
-        cache, one = [part.num_bytes for part in both if part.name == "key-value cache"] or [None, None]
-        return cache / one if cache and one else None
 
     # --- resources that do not suffice ------------------------------------------------------------
 
@@ -514,6 +453,15 @@ class Placement:
         elif peak > machine.gpu_bytes:
             message = f"up to {gib(peak)} are needed at once, a GPU of {machine.name} has {of_gpu}"
             yield Problem("error", "actor.ppo_max_token_len_per_gpu", message, fix)
+
+
+def _intervals(work: StepWork) -> dict[str, Seconds]:
+    slow = work.seconds(SLOW)
+    return {name: Seconds(low, slow[name]) for name, low in work.seconds(FAST).items()}
+
+
+def _word(value: object) -> str:
+    return str(value).lower() if isinstance(value, bool) else str(value)
 
 
 def _power_of_two(num_bytes: float) -> float:

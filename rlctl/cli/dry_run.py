@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Literal
 
 from rich.text import Text
 
 from rlctl.cli import dry_run_summary as summary
+from rlctl.cli.command import as_json
 from rlctl.cli.dry_run_document import plan_document
 from rlctl.cli.dry_run_summary import count_of, print_title
-from rlctl.cli.output import as_json, print_indented, unwrapped, write_out
-from rlctl.errors import Problem
+from rlctl.cli.output import print_indented, unwrapped, write_out
+from rlctl.errors import Problem, UsageError
 from rlctl.registry import ADVANTAGE_ESTIMATORS, GRADERS, KL_ESTIMATORS, POLICY_LOSSES
 from rlctl.run_spec.check_rollout import slow_on_a_gpu
 from rlctl.run_spec.explain import BatchArithmetic, bands, notes
@@ -29,30 +30,32 @@ from rlctl.train.preflight import check_disk, check_inputs, check_trackers, coun
 from rlctl.user_code import is_file_function
 
 
-def print_dry_run(
-    loaded: LoadedSpec,
-    *,
-    show_all: bool,
-    machine: str | None = None,
-    mean_response: float | None = None,
-    output_format: Literal["text", "json"] = "text",
-) -> int:
-    """Print to stdout what the run would do: errors, memory and time, what was inferred and checked.
+@dataclass(frozen=True, slots=True)
+class PlanOptions:
+    """Options of `rlctl train --dry-run`."""
 
-    Args:
-        show_all: add all bands of ρ, the memory by its parts and every value with its origin.
-        machine: name of the machine to plan for; None: this one.
-        mean_response: mean tokens of a response, for times; None: not known.
-        output_format: `json` prints problems, memory, stages and suggestions as one object.
+    show_all: bool = False  # add all bands of ρ, the memory by its parts and every value with its origin
+    machine: str | None = None  # name of the machine to plan for; None: this one
+    mean_response: float | None = None  # mean tokens of a response, for times; None: not known
+    #: `json`: problems, memory, stages and suggestions as one object
+    output_format: Literal["text", "json"] = "text"
+
+
+def print_dry_run(loaded: LoadedSpec, options: PlanOptions) -> int:
+    """Print to stdout what the run would do: errors, memory and time, what was inferred and checked.
 
     Returns:
         The exit code: 2 if a file that the run needs is missing or cannot be used, or a resource of the
         machine does not suffice; 4 if only a tracker's package is missing; else 0.
 
     Raises:
-        UsageError: no machine of this name is known.
+        UsageError: no machine of this name is known, or a mean response is longer than the longest.
     """
     spec, console = loaded.spec, unwrapped()
+    machine, mean_response, most = options.machine, options.mean_response, spec.data.max_response_length
+    if mean_response is not None and not 0 < mean_response <= most:
+        message = f"{mean_response:g} tokens, but a response has at most {most} (data.max_response_length)"
+        raise UsageError(message, where="--mean-response", fix=f"give a number above 0, at most {most}")
     placement = Placement(spec, model_size(spec.model), machine_of(machine), mean_response)
     unusable = check_inputs(spec)
     row = check_first_row(spec, unusable, starts=False)
@@ -66,16 +69,16 @@ def print_dry_run(
         known = {problem.what for problem in loaded.warnings}
         unusable += [problem for problem in slow_on_a_gpu(spec) if problem.what not in known]
     exit_code = 2 if has_errors(unusable) else 4 if missing else 0
-    if output_format == "json":
+    if options.output_format == "json":
         write_out(as_json(plan_document(placement, [*loaded.warnings, *unusable, *missing])), None)
         return exit_code
     used = summary.print_verdict([*loaded.warnings, *unusable, *missing], placement, console)
     sections = [summary.inferred(loaded), summary.checked(row)]
-    if not show_all:
+    if not options.show_all:
         sections += [summary.correction(spec), summary.values(loaded)]
     # the last two lines say that nothing was started
-    summary.print_sections(sections, console, None if show_all else summary.MOST_LINES - used - 2)
-    if show_all:
+    summary.print_sections(sections, console, None if options.show_all else summary.MOST_LINES - used - 2)
+    if options.show_all:
         for print_about in (_print_correction, _print_parts, _print_reward, _print_batch):
             print_about(spec, console)
         _print_servers(placement, console)
@@ -83,7 +86,7 @@ def print_dry_run(
         _print_host(placement, console)
         _print_stages(placement, console)
         _print_values(loaded, console)
-    more = "" if show_all else " --all: memory by its parts, stages, every value and its origin."
+    more = "" if options.show_all else " --all: memory by its parts, stages, every value and its origin."
     console.print(f"\nDry run. Nothing was started.{more}")
     return exit_code
 

@@ -15,8 +15,9 @@ from rlctl.run_spec.step_time import Seconds
 def plan_document(placement: Placement, problems: Sequence[Problem]) -> dict[str, Any]:
     """Problems, memory, stages and suggestions of a plan; bytes, and seconds of a step as `low` and `high`.
 
-    Seconds are null where they are unknown, or the stage is not part of a step; `not_known` says what is missing or
-    assumed. `own_design` has the seconds of a step with work that other software does and rlctl leaves out.
+    Seconds are null where they are unknown, or the stage is not part of a step; `not_known` says what is
+    missing or assumed. `own_design` has the seconds of a step with work that other software does and rlctl
+    leaves out.
     """
     machine, size = placement.machine, placement.size
     whole = placement.intervals.get("whole step")

@@ -7,7 +7,7 @@ import os
 import shlex
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
 
@@ -77,7 +77,8 @@ def train(
         str | None,
         typer.Option(
             metavar="NAME",
-            help="With --dry-run: plan for 8xh100, 2x8h100, 1x24gb, or GPUs × card (4xa100), not this machine.",
+            help="With --dry-run: plan for 8xh100, 2x8h100, 1x24gb or another number of GPUs and card "
+            "(4xa100), not for this machine.",
         ),
     ] = None,
     mean_response: Annotated[
@@ -156,27 +157,11 @@ def train(
         if not (spec or arguments):
             loaded.warnings.clear()  # shown when the run started
     if dry_run:
-        from rlctl.cli.dry_run import print_dry_run
+        from rlctl.cli.dry_run import PlanOptions, print_dry_run
 
-        if mean_response is not None and not 0 < mean_response <= loaded.spec.data.max_response_length:
-            most = loaded.spec.data.max_response_length
-            message = (
-                f"{mean_response:g} tokens, but a response has at most {most} (data.max_response_length)"
-            )
-            raise UsageError(message, where="--mean-response", fix=f"give a number above 0, at most {most}")
-        planned = print_dry_run(
-            loaded,
-            show_all=show_all,
-            machine=machine,
-            mean_response=mean_response,
-            output_format=output_format,
-        )
-        raise typer.Exit(planned)
-    given = {"--machine": machine, "--mean-response": mean_response}
-    given["--format json"] = output_format if output_format == "json" else None
-    for option in (name for name, value in given.items() if value is not None):
-        fix = "add --dry-run; without it the run starts on this machine"
-        raise UsageError(f"{option} only plans a run", where=option, fix=fix)
+        options = PlanOptions(show_all, machine, mean_response, output_format)
+        raise typer.Exit(print_dry_run(loaded, options))
+    _refuse_options_of_plans(machine, mean_response, output_format)
     if print_command:
         from rlctl.cli.print_command import print_commands
         from rlctl.track.trust import code_in, values_of
@@ -194,6 +179,20 @@ def train(
         message = "--prove-sync starts a run's engines; it cannot resume one"
         raise UsageError(message, where="--prove-sync", fix=f"write {files[0]} instead of --resume")
     raise typer.Exit(_start(loaded, resume, trains=not prove_sync))
+
+
+def _refuse_options_of_plans(
+    machine: str | None, mean_response: float | None, output_format: Literal["text", "json"]
+) -> None:
+    """Options that only --dry-run reads are mistakes where a run starts (UsageError)."""
+    given = {
+        "--machine": machine is not None,
+        "--mean-response": mean_response is not None,
+        "--format json": output_format == "json",
+    }
+    for option in (name for name, is_given in given.items() if is_given):
+        fix = "add --dry-run; without it the run starts on this machine"
+        raise UsageError(f"{option} only plans a run", where=option, fix=fix)
 
 
 def _start(loaded: LoadedSpec, resume: Path | None, *, trains: bool) -> int:

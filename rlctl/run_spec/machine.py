@@ -15,6 +15,8 @@ from rlctl.processes import command_output
 from rlctl.run_spec.cards import CARDS, Card, card_named
 
 GIB = 2**30
+#: Name of the machine that the command runs on.
+THIS_MACHINE = "this machine"
 _CGROUP_LIMITS = (Path("/sys/fs/cgroup/memory.max"), Path("/sys/fs/cgroup/memory/memory.limit_in_bytes"))
 #: NVIDIA GPUs support bf16 from this compute capability on (Ampere).
 _BF16_CAPABILITY = 8.0
@@ -72,8 +74,8 @@ MACHINES: dict[str, Machine] = {
     )
 }
 #: Further names: number of nodes (1 if left out), GPUs per node, a card of `cards.toml`.
-_NAME = re.compile(r"(?:(\d+)x)?(\d+)x([a-z][a-z0-9-]*)")
-#: Network of a machine with GPUs that are linked faster than through the host, and of another, bytes/s per GPU.
+_NAME = re.compile(r"(?:(\d+)x)?(\d+)x?([a-z][a-z0-9-]*)")
+#: Network in bytes/s per GPU: of machines whose GPUs have a faster link than the host's bus, and of others.
 _NETWORKS = (50e9, 3e9)
 
 
@@ -94,8 +96,8 @@ def machine_of(name: str | None) -> Machine:
         return MACHINES[name]
     match = _NAME.fullmatch(name)
     if not match or match[3] not in CARDS or not (int(match[2]) and int(match[1] or 1)):
-        known = f"{', '.join(MACHINES)}; or GPUs per node × card, such as 4xa100, with a card of {', '.join(CARDS)}"
-        raise UsageError(f"no machine {name}", where="--machine", fix=f"choose from {known}")
+        fix = f"choose from {', '.join(MACHINES)}; or write a number of GPUs and a card, such as 4xa100: "
+        raise UsageError(f"no machine {name}", where="--machine", fix=fix + ", ".join(CARDS))
     nodes, gpus, card = int(match[1] or 1), int(match[2]), CARDS[match[3]]
     network = _NETWORKS[0] if card.link > card.bus else _NETWORKS[1]
     host = gpus * card.host
@@ -120,14 +122,14 @@ def this_machine() -> Machine:
         cores = psutil.cpu_count(logical=False) or 1
         flops, bandwidth = cores * _CORE_FLOPS, cores * _CORE_BANDWIDTH
         links = (bandwidth, bandwidth, bandwidth, 1e9, bandwidth)
-        return Machine("this machine", "CPU", 0, 1, host, host, shm_bytes, flops, *links)
+        return Machine(THIS_MACHINE, "CPU", 0, 1, host, host, shm_bytes, flops, *links)
     model = cards[0].split(",")[0].strip()
     speeds = gpu_speeds(model) or (0.0,) * 4
     gpu_bytes = gpu_memory(cards[0]) or host  # the driver reports none if the GPU shares the host's memory
     count = len(cards)
     network, host_bandwidth = 12e9, 60e9 * max(1, count // 2)
     sizes = (gpu_bytes, host, shm_bytes)
-    return Machine("this machine", model, count, 1, *sizes, *speeds, network, host_bandwidth)
+    return Machine(THIS_MACHINE, model, count, 1, *sizes, *speeds, network, host_bandwidth)
 
 
 def gpu_speeds(model: str) -> tuple[float, float, float, float] | None:

@@ -12,7 +12,7 @@ from functools import cached_property
 
 from rlctl.errors import Problem
 from rlctl.run_spec.lengths import Lengths
-from rlctl.run_spec.machine import GIB, MACHINES, Machine, gib
+from rlctl.run_spec.machine import GIB, THIS_MACHINE, Machine, gib
 from rlctl.run_spec.memory import (
     MemoryPart,
     Phase,
@@ -23,7 +23,7 @@ from rlctl.run_spec.memory import (
 )
 from rlctl.run_spec.model_size import ModelSize
 from rlctl.run_spec.run_spec import RunSpec
-from rlctl.run_spec.step_time import FAST, SLOW, Seconds, StepWork
+from rlctl.run_spec.step_time import CPU_RATES, GPU_RATES, Seconds, StepWork
 
 #: Longest row of tokens for attention with a dense mask on a GPU.
 _LONGEST_DENSE = 8192
@@ -37,6 +37,7 @@ _NCCL_BYTES = 32 * 2**20
 _SUB_GROUP = 1_000_000_000
 #: Share of a step's seconds that a suggestion saves at least.
 _WORTH_SAYING = 0.02
+_WHOLE = "whole step"
 #: Seconds of a step above which the plan warns.
 _SLOW_STEP_S = 600
 #: Phases of host memory that is not held for the whole run.
@@ -265,15 +266,16 @@ class Placement:
         return _intervals(self.work)
 
     def seconds(self) -> dict[str, float]:
-        """Stage → the middle of its interval; empty if the seconds are unknown."""
-        return {name: interval.middle for name, interval in self.intervals.items()}
+        """Stage → the middle of its interval, and their sum; empty if the seconds are unknown."""
+        stages = {name: ends.middle for name, ends in self.intervals.items() if name != _WHOLE}
+        return stages | {_WHOLE: sum(stages.values())} if stages else {}
 
     @property
     def at_the_limit(self) -> Seconds | None:
         """Seconds of a step if every response has the greatest length; None: unknown."""
         data = self.spec.data
         lengths = Lengths.of(data.max_prompt_length, data.max_response_length, data.max_response_length)
-        return _intervals(StepWork(self.spec, self.size, self.machine, lengths)).get("whole step")
+        return _intervals(StepWork(self.spec, self.size, self.machine, lengths)).get(_WHOLE)
 
     def own_design(self) -> Iterator[OwnDesign]:
         """Work that this estimate does not contain and that of most other software would."""
@@ -286,7 +288,7 @@ class Placement:
         if others.scores_policy > self.work.scores_policy:
             what.append("the policy is not scored before the updates (bypass mode)")
         if what:
-            yield OwnDesign("; ".join(what), _intervals(others)["whole step"])
+            yield OwnDesign("; ".join(what), _intervals(others)[_WHOLE])
 
     def not_known(self) -> Iterator[str]:
         """What the seconds assume because nothing says it, or do not count."""
@@ -300,8 +302,8 @@ class Placement:
         if self.mean_response is None:
             limit = "" if self.at_the_limit is None else f"; if all have the most, {self.at_the_limit} s"
             yield (
-                f"the mean length of responses: {self.lengths.response:,.0f} of {self.lengths.limit:,} tokens are "
-                f"assumed (--mean-response){limit}"
+                f"the mean length of responses: {self.lengths.response:,.0f} of {self.lengths.limit:,} "
+                f"tokens are assumed (--mean-response){limit}"
             )
         yield f"the mean length of prompts: {self.lengths.prompt:,.0f} tokens are assumed"
         yield "how lengths are distributed: log-normal, cut at the limit, is assumed"
@@ -317,12 +319,12 @@ class Placement:
 
     def suggestions(self) -> list[Suggestion]:
         """Single settings that shorten the step and fit, the fastest first; none if the run does not fit."""
-        now = self.intervals.get("whole step")
+        now = self.intervals.get(_WHOLE)
         if not self.machine.gpus or now is None or not self._fits():
             return []
         found = []
         for setting, changed, why in self._changes():
-            seconds = changed.intervals["whole step"]
+            seconds = changed.intervals[_WHOLE]
             if seconds.middle < (1 - _WORTH_SAYING) * now.middle and changed._fits():
                 found.append(Suggestion(setting, seconds, why))
         best: dict[str, Suggestion] = {}
@@ -373,7 +375,7 @@ class Placement:
     def problems(self) -> Iterator[Problem]:
         """A problem per resource of which the machine has too little; a warning if the run may still work."""
         spec, machine = self.spec, self.machine
-        if spec.trainer.nnodes > machine.nodes and machine.name in MACHINES:
+        if spec.trainer.nnodes > machine.nodes and machine.name != THIS_MACHINE:
             message = f"the run takes {spec.trainer.nnodes} nodes, {machine.name} has {machine.nodes}"
             yield Problem("error", "trainer.nnodes", message, f"use {machine.nodes}")
         if machine.gpus:
@@ -456,8 +458,9 @@ class Placement:
 
 
 def _intervals(work: StepWork) -> dict[str, Seconds]:
-    slow = work.seconds(SLOW)
-    return {name: Seconds(low, slow[name]) for name, low in work.seconds(FAST).items()}
+    fast, slow = GPU_RATES if work.machine.gpus else CPU_RATES
+    highs = work.seconds(slow)
+    return {name: Seconds(low, highs[name]) for name, low in work.seconds(fast).items()}
 
 
 def _word(value: object) -> str:

@@ -1,7 +1,7 @@
 """How long a training step takes on a machine: the work of its stages, and the two ends of their seconds.
 
-Every stage is a roofline: arithmetic at a share of the peak FLOP/s, or bytes at a share of a bandwidth, whichever
-takes longer, plus what does not depend on sizes. The shares are ranges of published measurements
+Every stage is a roofline: arithmetic at a share of the peak FLOP/s, or bytes at a share of a bandwidth,
+whichever takes longer, plus what does not depend on sizes. The shares are ranges of published measurements
 (`step_rates.toml`); the two ends of an estimate are the fast and the slow end of all of them.
 docs/how-to/scale.md compares the result with published steps.
 """
@@ -9,7 +9,7 @@ docs/how-to/scale.md compares the result with published steps.
 from __future__ import annotations
 
 import tomllib
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import NamedTuple
 
@@ -70,6 +70,7 @@ class Rates:
     eager_layer: float
     plain_generation: float
     collectives: float
+    all_reduce: float
     sync_weight: float
     wake: float
     optimizer_step: float
@@ -77,8 +78,14 @@ class Rates:
 
 
 _TABLE = tomllib.loads(Path(__file__).with_name("step_rates.toml").read_text(encoding="utf-8"))
-FAST, SLOW = (
+_FAST, _SLOW = (
     Rates(**{field.name: _TABLE[field.name][end] for field in fields(Rates)}) for end in ("fast", "slow")
+)
+#: The fast and the slow end. The figures of a CPU are measured products and bandwidths, not peaks.
+GPU_RATES = _FAST, _SLOW
+CPU_RATES = (
+    replace(_FAST, sampling=1.0, bandwidth=0.9, process_step=0.001, sync_weight=0.001, beyond_tail=1.0),
+    replace(_SLOW, sampling=0.7, bandwidth=0.6, process_step=0.004, sync_weight=0.003),
 )
 
 
@@ -118,7 +125,7 @@ class StepWork:
 
     @property
     def shares_prompts(self) -> float:
-        """Share of prompt tokens that are computed: a micro-batch computes a prompt once for all of its responses.
+        """Share of prompt tokens that are computed: a micro-batch computes a prompt once for its responses.
 
         With a token budget, kernels without a mask or checkpointed layers, each response has its own prompt.
         """
@@ -187,8 +194,8 @@ class StepWork:
         """Arithmetic of a forward pass over the batch.
 
         Two FLOPs per token and weight that it uses; attention four per token, layer, element of a query and
-        position that is attended to: half of the sequence, or with a mask all of the packed row. The output head is
-        computed for response tokens only.
+        position that is attended to: half of the sequence, or with a mask all of the packed row. The output
+        head is computed for response tokens only.
         """
         masked = not has_no_mask(self.spec.model.attn_implementation)
         sampled = self.responses * self.lengths.response
@@ -230,7 +237,7 @@ class StepWork:
         on_gpu = max(reads, computed) + cache
         if gpus > 1:  # two all-reduces of the residual stream per layer
             moved = 2 * 2 * running * shape.hidden * 2 / (machine.link * rates.collectives)
-            on_gpu += shape.layers * (moved + 2 * _ALL_REDUCE_S)
+            on_gpu += shape.layers * (moved + 2 * rates.all_reduce)
         is_server = spec.has_rollout_servers
         fixed = rates.server_step if is_server else rates.process_step
         each = rates.server_sequence if is_server else rates.process_sequence
@@ -239,7 +246,7 @@ class StepWork:
         return on_gpu + fixed + each * running
 
     def prompt_token(self, shape: Shape, length: float, rates: Rates) -> float:
-        """Seconds of one token of a prompt of this length; its output head is computed for the last one only."""
+        """Seconds per token of a prompt of this length; the output head is computed for its last one only."""
         attention = 2 * (shape.layers - shape.linear_layers) * shape.queries * length
         active = (self.size.num_parameters or 0) - self.size.num_idle - shape.vocab * shape.hidden
         return (2 * active + attention) / (self.machine.flops * self._engine_gpus * rates.sampling)
@@ -355,7 +362,3 @@ class StepWork:
             if not spec.drops_weights_asleep:
                 seconds += 2 * sampling / machine.bus
         return seconds + _WEIGHTS_PER_LAYER * shape.layers * rates.sync_weight
-
-
-#: Latency of an all-reduce between GPUs of one machine, in seconds.
-_ALL_REDUCE_S = 12e-6

@@ -213,8 +213,9 @@ def test_an_engine_over_several_gpus_holds_what_one_gpu_does_not() -> None:
     copied = "sleeping vLLM's weights"
     kept = ("rollout.sync_every=2",)
     assert host(plan(8, *kept))[copied] < 0.6 * host(plan(4, *kept))[copied]
-    # Eight GPUs read the weights faster, and each engine has all responses of eight ranks.
-    assert plan(8).seconds()["generate"] < plan(4).seconds()["generate"]
+    # Eight GPUs read the weights faster; more responses per engine cost its process more.
+    few = ("data.train_batch_size=8", "actor.ppo_mini_batch_size=8")
+    assert plan(8, *few).seconds()["generate"] < plan(4, *few).seconds()["generate"]
     odd = replace(size, shape=replace(size.shape, heads=60))
     assert (
         "60 attention heads"
@@ -249,31 +250,30 @@ def test_the_cache_is_that_of_published_logs(
 def test_no_stage_of_a_step_takes_no_time() -> None:
     spec = load_spec(["qwen2.5-7b", "8gpu", "rloo-seq-is"], [], ["data.train_files=x"]).spec
     found = Placement(spec, model_size(spec.model), MACHINES["8xh100"]).stages()
-    shown = {
-        stage.name: f"{stage.seconds:,.1f}" for stage in found if stage.name in {"update", "step", "sync"}
-    }
+    shown = {stage.name: str(stage.seconds) for stage in found if stage.name in {"update", "step", "sync"}}
     assert len(shown) == 3
     assert "0.0" not in shown.values()
 
 
 def test_free_memory_of_gpus_is_put_to_use() -> None:
-    """A critic needs ZeRO 3 on eight GPUs; without one the same preset leaves a third of each GPU unused."""
+    """Long responses wait for a small cache: a larger share is said to be faster, where it fits."""
 
-    def plan(preset: str, *given: str, machine: str = "8xh100") -> Placement:
-        return place(machine, *given, presets=("8gpu", preset))
+    def plan(*given: str, mean: float | None = None) -> Placement:
+        lengths = ("data.max_prompt_length=1024", "data.max_response_length=4096", "rollout.n=32")
+        found = place("8xh100", *lengths, *given, presets=("8gpu", "rloo-seq-is"))
+        return Placement(found.spec, found.size, found.machine, mean)
 
-    lengths = ("data.max_prompt_length=1024", "data.max_response_length=4096")
-    stage, share = plan("rloo-seq-is", *lengths).suggestions()
-    assert stage.startswith("engine.zero_stage=2 fits")
-    assert share.startswith("rollout.gpu_memory_utilization=0.55 fits")
-    assert list(plan("ppo-seq-is-token-rs").suggestions()) == []
-    better = ("engine.zero_stage=2", "rollout.gpu_memory_utilization=0.55")
-    chosen = plan("rloo-seq-is", *lengths, *better)
-    assert list(chosen.suggestions()) == []
-    assert memory_total(chosen.gpu_parts) < MACHINES["8xh100"].gpu_bytes
-    short = plan("rloo-seq-is")  # responses of 512 tokens: all fit into the cache already
-    assert [words.split("=")[0] for words in short.suggestions()] == ["engine.zero_stage"]
-    assert list(plan("rloo-seq-is", machine="1x24gb").suggestions()) == []  # does not fit at all
+    keys = {each.setting.partition("=")[0]: each for each in plan(mean=3000).suggestions()}
+    share = keys["rollout.gpu_memory_utilization"]
+    assert float(share.setting.partition("=")[2]) > 0.38
+    better = plan(share.setting, mean=3000)
+    assert better.intervals["whole step"] == share.seconds
+    assert memory_total(better.gpu_parts) < MACHINES["8xh100"].gpu_bytes
+    short = {
+        each.setting.partition("=")[0] for each in plan("data.train_batch_size=16", mean=100).suggestions()
+    }
+    assert "rollout.gpu_memory_utilization" not in short  # all fit into the cache already
+    assert place("1x24gb", presets=("8gpu", "rloo-seq-is")).suggestions() == []  # does not fit at all
 
 
 def test_dense_attention_over_long_rows_is_warned_about_on_gpus() -> None:
@@ -309,19 +309,20 @@ def test_the_preset_of_24_gb_fits(model: str) -> None:
 
 
 def test_the_step_of_a_7b_on_eight_gpus() -> None:
-    """1,024 responses of 2k tokens, corrected in its decoupled form, stays below 80 s by this arithmetic."""
+    """1,024 responses of at most 2k tokens, corrected in its decoupled form, stay below 80 s."""
     decoupled = "algorithm.rollout_correction.bypass_mode=false"
     lengths = ("data.max_prompt_length=512", "data.max_response_length=1536")
     given = ("data.train_batch_size=128", "rollout.n=8", decoupled, *lengths)
     plan = place("8xh100", *given, presets=("8gpu", "grpo-rs-only"))
     seconds = plan.seconds()
-    assert sum(time for name, time in seconds.items() if name != "whole step") == seconds["whole step"]
+    stages = [time for name, time in seconds.items() if name != "whole step"]
+    assert sum(stages) == pytest.approx(seconds["whole step"])
     assert seconds["whole step"] < 80
     slow = replace(MACHINES["8xh100"], flops=MACHINES["8xh100"].flops / 2)
     assert place(slow, *given, presets=("8gpu", "grpo-rs-only")).seconds()["update"] > 1.5 * seconds["update"]
     assert (
         place("8xh100", *given, "rollout.name=hf", presets=("8gpu", "grpo-rs-only")).seconds()["generate"]
-        > 60
+        > 4 * seconds["generate"]
     )
 
 
@@ -334,8 +335,9 @@ def test_weights_are_gathered_once_per_pass_that_is_made() -> None:
         "actor.ppo_max_token_len_per_gpu=8192",
         "algorithm.rollout_correction.bypass_mode=true",
     )
-    tokens = 128 * 8 / 8 * (512 / 2 + 512 * 0.75)  # of a rank, at the mean lengths
+    tokens = 128 * 8 / 8 * (512 / 2 + 512 * 0.4)  # of a rank, at the mean lengths
     once = tokens / 8192 * 2 * P
+    summed = tokens / 8192 * 4 * P  # gradients in float32, after every backward pass
 
     def moved(*overrides: str) -> dict[str, float]:
         return {
@@ -344,16 +346,16 @@ def test_weights_are_gathered_once_per_pass_that_is_made() -> None:
         }
 
     bypass = moved()
-    assert (bypass["score"], bypass["update"]) == (0.0, pytest.approx(4 * once))
+    assert (bypass["score"], bypass["update"]) == (0.0, pytest.approx(4 * once + summed))
     decoupled = ("algorithm.rollout_correction.bypass_mode=false", "actor.use_kl_loss=true")
     assert moved(*decoupled)["score"] == pytest.approx(2 * once)
     assert moved("actor.ppo_epochs=3")["update"] == pytest.approx(3 * bypass["update"])
     assert moved("algorithm.adv_estimator=optimal_token_baseline")["score"] == pytest.approx(once)
     by_rows = ("actor.ppo_max_token_len_per_gpu=null", "actor.ppo_micro_batch_size_per_gpu=8")
     # Whatever the lengths: 128 responses of a rank are 16 micro-batches of 8, in 2 mini-batches 2 × 7 of 10.
-    assert moved(*by_rows)["update"] == 4 * 16 * 2 * P
+    assert moved(*by_rows)["update"] == (4 * 2 + 4) * 16 * P
     by_rows = (*by_rows[:1], "actor.ppo_micro_batch_size_per_gpu=10", "actor.ppo_mini_batch_size=64")
-    assert moved(*by_rows)["update"] == 4 * 2 * 7 * 2 * P
+    assert moved(*by_rows)["update"] == (4 * 2 + 4) * 2 * 7 * P
 
 
 def test_scoring_keeps_no_activations() -> None:
@@ -376,7 +378,7 @@ def test_gradients_are_summed_over_the_ranks_and_weights_are_collected() -> None
         "data.max_prompt_length=512",
     )
     batch += ("data.max_response_length=512", "actor.ppo_max_token_len_per_gpu=4096")
-    micro = 64 * (512 / 2 + 512 * 0.75) / 4096  # responses of a rank, at the mean length
+    micro = 64 * (512 / 2 + 512 * 0.4) / 4096  # responses of a rank, at the mean length
 
     def moved(*overrides: str) -> float:
         stages = place("8xh100", *batch, *overrides).stages()
@@ -385,7 +387,7 @@ def test_gradients_are_summed_over_the_ranks_and_weights_are_collected() -> None
     assert moved("engine.dtype=fp32") == 8 * P
     assert moved("engine.zero_stage=1") == (4 + 2) * P
     assert moved("engine.zero_stage=1", "actor.ppo_mini_batch_size=16") == 4 * (4 + 2) * P
-    assert moved("engine.zero_stage=2", "actor.ppo_epochs=2") == 2 * (4 * micro + 2) * P
+    assert moved("engine.zero_stage=2", "actor.ppo_epochs=2") == pytest.approx(2 * (4 * micro + 2) * P)
     adapted = [(3584, 3584), *2 * [(3584, 512)], (3584, 3584), *2 * [(3584, 18_944)], (18_944, 3584)]
     assert moved("model.lora_rank=16") == (4 + 2) * 28 * 16 * sum(map(sum, adapted))
 
@@ -440,7 +442,12 @@ def test_a_token_is_computed_by_its_own_experts() -> None:
     sparse = Placement(dense.spec, size, dense.machine)
     times, less = dense.seconds(), sparse.seconds()
     assert 0.2 * times["update"] < less["update"] < 0.4 * times["update"]
-    assert 0.25 * times["generate"] < less["generate"] < times["generate"]
+    # 128 sequences at once choose nearly all experts between them: all are read.
+    assert 0.9 * times["generate"] < less["generate"] < 1.1 * times["generate"]
+    few = ("data.train_batch_size=8", "actor.ppo_mini_batch_size=8", "rollout.n=2")
+    one = place("8xh100", "rollout.name=vllm", *few, presets=("8gpu", "grpo-rs-only"))
+    alone = Placement(one.spec, size, one.machine)
+    assert alone.seconds()["generate"] < 0.7 * one.seconds()["generate"]
     assert less["sync"] == times["sync"]
 
 
@@ -487,7 +494,7 @@ def test_the_dry_run_plans_for_a_machine(capsys: Any, monkeypatch: pytest.Monkey
     assert slow in capsys.readouterr().out
     assert run([*train, "--machine", "1xh100"]) == 2
     assert "the run takes 8 GPUs of each node, 1xh100 has 1" in capsys.readouterr().out
-    assert run([*train, "--machine", "9xh100"]) == 2
+    assert run([*train, "--machine", "9xh1000"]) == 2
     assert "8xh100" in capsys.readouterr().err
     assert run(["train", "--machine", "8xh100"]) == 2
 
@@ -592,25 +599,10 @@ def test_a_step_of_more_than_ten_minutes_is_warned_about_with_what_shortens_it()
     assert not slow_steps(Placement(spec, placement.size, fast))
 
 
-@pytest.mark.parametrize(
-    ("model", "listed"),
-    [
-        ("NVIDIA A100-SXM4-80GB", "A100"),
-        ("NVIDIA L40S", "L40"),
-        ("NVIDIA A10", "A10"),
-        ("NVIDIA L4", "L4"),
-        ("NVIDIA RTX A1000", None),
-        ("NVIDIA RTX A6000", None),
-        ("AMD Instinct MI300X", None),
-    ],
-)
-def test_a_gpu_that_is_not_in_the_table_has_no_seconds(model: str, listed: str | None) -> None:
-    speeds = machine_module.gpu_speeds(model)
-    assert speeds == (machine_module._SPEEDS[listed] if listed else None)
-    if listed is None:
-        unknown = replace(MACHINES["1x24gb"], gpu=model, flops=0, gpu_bandwidth=0, link=0, bus=0)
-        placement = place(unknown)
-        assert placement.seconds() == {}
-        assert {stage.seconds for stage in placement.stages()} == {None}
-        assert max(stage.gpu for stage in placement.stages()) > 0
-        assert not slow_steps(placement)
+def test_a_gpu_that_is_not_in_the_table_has_no_seconds() -> None:
+    unknown = replace(MACHINES["1x24gb"], gpu="Tesla T4", flops=0, gpu_bandwidth=0, link=0, bus=0)
+    placement = place(unknown)
+    assert placement.seconds() == {}
+    assert {stage.seconds for stage in placement.stages()} == {None}
+    assert max(stage.gpu for stage in placement.stages()) > 0
+    assert not slow_steps(placement)

@@ -52,9 +52,12 @@ def test_an_end_without_a_word(function: str, words: str) -> None:
 def test_a_hang_ends_in_time_with_all_its_processes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     pids = tmp_path / "pids"
     monkeypatch.setenv("FAULTS_PIDS", str(pids))
-    outcome = outcome_of("hangs", limit_s=5)
-    assert not outcome.works
-    assert outcome.found.startswith("hangs: nothing after 5 s")
+    for limit_s in (5, 20, 80):  # a busy machine may not start an interpreter in the first limits
+        outcome = outcome_of("hangs", limit_s)
+        assert not outcome.works
+        assert outcome.found.startswith(f"hangs: nothing after {limit_s} s")
+        if pids.exists():
+            break
     for pid in map(int, pids.read_text().split()):
         psutil.wait_procs([psutil.Process(pid)] if psutil.pid_exists(pid) else [], timeout=60)
         assert not psutil.pid_exists(pid) or psutil.Process(pid).status() == psutil.STATUS_ZOMBIE

@@ -164,7 +164,8 @@ chaos: setup  ## Kill runs at KILLS random moments (50), resume them, compare bi
 gpu: setup-dev  ## On a machine with a CUDA GPU: its tests, and the time of each phase of a step
 	@if nvidia-smi -L >/dev/null 2>&1; then \
 	  $(PIP) install -q -e ".[vllm]" || echo "vLLM could not be installed: its tests will be skipped"; \
-	  $(BIN)/python -m pytest -q -m gpu -rs && $(BIN)/python benchmarks/card.py; \
+	  $(BIN)/python -m pytest -q -m gpu -rs; tests=$$?; \
+	  $(BIN)/python benchmarks/card.py && exit $$tests; \
 	else \
 	  echo "no CUDA GPU on this machine: nothing to run"; \
 	fi

@@ -4,8 +4,10 @@
 
 Random weights with the dimensions of Qwen2.5: 32 prompts × 8 responses of up to 512 tokens, bf16, sequence IS
 in decoupled mode, which scores every batch once before training; the 7B size trains LoRA adapters. Every case
-runs in a separate process and prints rows of one Markdown table: per phase the measured median seconds, the
-dry run's estimate for this machine (`rlctl/run_spec/placement.py`), and measured / estimated; the same for
+runs in a separate process and prints rows of one Markdown table. One that does not fit into this GPU by the
+estimate is skipped with the figures; one that fails is named, and the others run all the same. The rows: per
+phase the measured median seconds, the dry run's estimate for this machine (the middle of the interval of
+`rlctl/run_spec/placement.py`), and measured / estimated; the same for
 tokens per second and peak GPU memory; and the correction's share of the step. A ratio far above the other
 ratios indicates a fault, not just a slow phase. Engines that are not installed are omitted.
 
@@ -95,12 +97,15 @@ def write_prompts(where: Path, tokens: int) -> None:
 
 def overrides_of(size: str, engine: str, where: Path) -> list[str]:
     """Spec overrides of a case."""
-    small = size == "tiny"
-    prompt, response = (16, 12) if small else (PROMPT_TOKENS, RESPONSE_TOKENS)
-    write_prompts(where / "prompts.parquet", prompt)
+    write_prompts(where / "prompts.parquet", 16 if size == "tiny" else PROMPT_TOKENS)
+    files = [f"model.path={where / 'model'}", f"data.train_files={where / 'prompts.parquet'}"]
+    return [*files, *settings_of(size, engine)]
+
+
+def settings_of(size: str, engine: str) -> list[str]:
+    """Spec overrides of a case besides its files."""
+    prompt, response = (16, 12) if size == "tiny" else (PROMPT_TOKENS, RESPONSE_TOKENS)
     return [
-        f"model.path={where / 'model'}",
-        f"data.train_files={where / 'prompts.parquet'}",
         f"data.train_batch_size={PROMPTS}",
         f"data.max_prompt_length={prompt}",
         f"data.max_response_length={response}",
@@ -149,6 +154,34 @@ def cells(row: Row) -> list[str]:
     return [name, *("–" if value is None else f"{value:,.3g}" for value in (measured, estimated)), ratio]
 
 
+def planned_size(size: str) -> Any:
+    """Dimensions and number of parameters of a case."""
+    from rlctl.run_spec.model_size import ModelSize, Shape
+
+    layers, hidden, inner, heads, kv_heads, vocabulary, tied = SHAPES[size]
+    shape = Shape(layers, hidden, inner, heads, kv_heads, hidden // heads, vocabulary)
+    layer = sum(inputs * outputs for inputs, outputs in shape.matrices().values())
+    return ModelSize("the case", layers * layer + vocabulary * hidden * (1 if tied else 2), shape)
+
+
+def too_large(size: str, engine: str, machine: Any, more: list[str]) -> str | None:
+    """Why the case does not fit into a GPU of the machine; None: it fits, or there is no GPU."""
+    from rlctl.run_spec.load import load_spec
+    from rlctl.run_spec.memory import memory_total
+    from rlctl.run_spec.placement import Placement
+
+    if not machine.gpus:
+        return None
+    given = [*settings_of(size, engine), "model.path=org/case", "data.train_files=x", *more]
+    plan = Placement(load_spec([PRESET], [], given).spec, planned_size(size), machine)
+    needed = memory_total(plan.gpu_parts)
+    if needed <= machine.gpu_bytes:
+        return None
+    return (
+        f"needs {needed / 2**30:.0f} GiB by the estimate, {machine.gpu} has {machine.gpu_bytes / 2**30:.0f}"
+    )
+
+
 def measure(size: str, engine: str, steps: int, more: list[str]) -> list[Row]:
     """Trains in this process, with further overrides, and returns the rows of the table."""
     import torch
@@ -189,25 +222,37 @@ def main() -> None:
     parser.add_argument("--set", nargs="+", default=[], help="further overrides of the spec, with --case")
     options = parser.parse_args()
     if options.case:
-        print(json.dumps(measure(*options.case, options.steps, options.set)))
+        from rlctl.run_spec.machine import machine_of
+
+        why = too_large(*options.case, machine_of(None), options.set)
+        print(json.dumps({"skipped": why} if why else measure(*options.case, options.steps, options.set)))
         return
     if not torch.cuda.is_available() and set(options.sizes) != {"tiny"}:
         raise SystemExit("torch found no CUDA GPU on this machine; only --sizes tiny runs here")
     print(torch.cuda.get_device_name() if torch.cuda.is_available() else "CPU", flush=True)
+    failed = 0
     print("| " + " | ".join(COLUMNS) + " |\n" + "|---" * len(COLUMNS) + "|", flush=True)
     for size in options.sizes:
         for engine in options.engines:
             if engine == "vllm" and importlib.util.find_spec("vllm") is None:
                 continue
             command = [sys.executable, __file__, "--case", size, engine, "--steps", str(options.steps)]
-            done = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=True)
-            for row in json.loads(done.stdout.splitlines()[-1]):
+            done = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=False)
+            found = json.loads(done.stdout.splitlines()[-1]) if done.returncode == 0 else None
+            if not isinstance(found, list):
+                why = found["skipped"] if found else f"failed with exit code {done.returncode}"
+                print(f"| {size} | {engine} | {'skipped: ' * bool(found)}{why} |  |  |  |", flush=True)
+                failed += found is None
+                continue
+            for row in found:
                 print("| " + " | ".join([size, engine, *cells(row)]) + " |", flush=True)
                 if options.json:
                     names = ("phase", "measured", "estimated")
                     line = {"size": size, "engine": engine} | dict(zip(names, row, strict=True))
                     with options.json.open("a") as file:
                         file.write(json.dumps(line) + "\n")
+    if failed:
+        raise SystemExit(f"{failed} cases failed")
 
 
 if __name__ == "__main__":

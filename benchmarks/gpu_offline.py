@@ -4,9 +4,10 @@
 
 Needs a torch with CUDA and the packages of `NEEDED`; cases whose further packages are missing are skipped.
 Every case is a separate process with a time limit: a case that runs out of memory, hangs or fails does not
-end the others. They run in order of value. After each case one JSON line is appended to FILE: name, state
-(passed, failed, out of memory, timed out, skipped), seconds, figures, end of the output, and the card. Cases
-of FILE that ended are not repeated: the next call continues, so that several short sessions suffice.
+end the others, and one that does not fit by the dry run's estimate is skipped. They run in order of value.
+After each case one JSON line is appended to FILE: name, state (passed, failed, out of memory, timed out,
+skipped), seconds, figures, end of the output, and the card. Cases of FILE that ended are not repeated: the
+next call continues, so that several short sessions suffice.
 `--rehearse` runs the same mechanism on the CPU with tiny models.
 
 Exit codes: 0 every case passed or was skipped, 1 some did not, 4 the machine lacks what all cases need.
@@ -136,6 +137,8 @@ def _outcome(case: Case, left: float) -> dict[str, Any]:
     row = {"state": state, "seconds": round(time.monotonic() - start, 1), "end": output[-4000:]}
     if case.figures and state == "passed":
         row["figures"] = json.loads(output.strip().splitlines()[-1])
+        if isinstance(row["figures"], dict) and "skipped" in row["figures"]:  # it does not fit into this card
+            row |= {"state": "skipped", "why": row["figures"]["skipped"]}
     return row
 
 

@@ -36,13 +36,19 @@ def refuse_varlen(config: Any) -> None:
         config: Hugging Face config of the model.
 
     Raises:
-        EnvironmentFailure: torch finds no GPU.
+        EnvironmentFailure: torch finds no GPU, or is too old to have the kernels.
         UsageError: the model's attention is not plain softmax attention.
     """
     text = config.get_text_config()
     head_dim = getattr(text, "head_dim", None) or text.hidden_size // text.num_attention_heads
     if not torch.cuda.is_available():
         raise EnvironmentFailure(f"{NAME} attention needs a CUDA GPU", where=_KEY, fix="write sdpa")
+    try:
+        from torch.nn.attention.varlen import varlen_attn  # noqa: F401
+    except ImportError as error:
+        message = f"torch {torch.__version__} has no torch.nn.attention.varlen"
+        fix = "install a newer torch, or write sdpa"
+        raise EnvironmentFailure(message, where=_KEY, fix=fix) from error
     problem = ""
     if getattr(text, "attn_logit_softcapping", None):
         problem = "does not soft-cap attention scores, as this model does"

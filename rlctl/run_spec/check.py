@@ -261,9 +261,16 @@ def own_engine_has_own_memory(spec: RunSpec) -> Problems:
     """ZeRO, offloading and sequence parallelism are DeepSpeed's."""
     if spec.engine.name != "deepspeed":
         for name in ("zero_stage", "offload", "offload_base", "sequence_parallel", "deepspeed"):
-            if getattr(spec.engine, name) != EngineSpec.model_fields[name].default:
+            unset = EngineSpec.model_fields[name].default
+            if getattr(spec.engine, name) != unset:
                 message = f"engine.name: {spec.engine.name} does not read this option of DeepSpeed"
-                yield error(f"engine.{name}", message, f"{LEAVE_OUT}, or set engine.name: deepspeed")
+                if name == "zero_stage" and spec.engine.name == "fsdp":
+                    message += "; it always shards weights, gradients and optimizer, as stage 3 does"
+                value = str(unset).lower() if isinstance(unset, bool) else unset
+                fix = (
+                    f"write engine.{name}={value} after a preset that sets it, or set engine.name: deepspeed"
+                )
+                yield error(f"engine.{name}", message, fix)
 
 
 @spec_check

@@ -424,6 +424,19 @@ class Placement:
             if seconds < now and (changed._fits() or not fitted):
                 yield f"data.{name}={value}", seconds
 
+    def _gpus_that_hold_the_weights(self) -> int | None:
+        """The fewest GPUs of one engine that hold its weights and a cache; None: no number does."""
+        heads = self.size.shape.heads if self.size.shape else 0
+        own = self.spec.rollout.tensor_model_parallel_size
+        for gpus in range(own + 1, self.spec.trainer.n_gpus_per_node + 1):
+            if heads % gpus or self.spec.trainer.n_gpus_per_node % gpus:
+                continue
+            changed = self._with("rollout", tensor_model_parallel_size=gpus)
+            caches = [part for part in changed.gpu_parts if part.name == "key-value cache"]
+            if any((part.num_bytes or 0.0) > 0 for part in caches):
+                return gpus
+        return None
+
     def _gpu_problems(self) -> Iterator[Problem]:
         spec, machine, rollout = self.spec, self.machine, self.spec.rollout
         own = spec.has_rollout_servers and not (rollout.server.urls or rollout.server.is_placed_by_ray)
@@ -446,7 +459,11 @@ class Placement:
         of_gpu = gib(machine.gpu_bytes)
         if any(item.name == "key-value cache" and item.num_bytes == 0.0 for item in self.gpu_parts):
             message = f"{rollout.gpu_memory_utilization:.0%} of a GPU of {of_gpu} does not hold the weights"
-            yield Problem("error", "rollout.gpu_memory_utilization", message, "raise it, or use servers")
+            shared = self._gpus_that_hold_the_weights()
+            fix = "raise it, or use servers"
+            if shared:
+                fix = f"write rollout.tensor_model_parallel_size={shared}, which holds them; or {fix}"
+            yield Problem("error", "rollout.gpu_memory_utilization", message, fix)
         always, peak = self.gpu_peak(), memory_total(self.gpu_parts)
         fix = "see “Less memory for a step” in docs/how-to/scale.md; or use more GPUs"
         if always > machine.gpu_bytes:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import sys
 from itertools import pairwise
 from typing import Any
 
@@ -151,3 +152,13 @@ def test_what_the_kernels_cannot_compute_is_refused(monkeypatch: pytest.MonkeyPa
     plain.head_dim = 512
     with pytest.raises(UsageError, match="heads of 512"):
         refuse_varlen(plain)
+
+
+def test_a_torch_without_the_module_is_refused_before_a_model_is_loaded(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setitem(sys.modules, "torch.nn.attention.varlen", None)
+    with pytest.raises(EnvironmentFailure, match=r"has no torch\.nn\.attention\.varlen") as caught:
+        refuse_varlen(tiny_model("llama").config)
+    assert "sdpa" in (caught.value.fix or "")

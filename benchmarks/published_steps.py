@@ -2,7 +2,7 @@
 
     python benchmarks/published_steps.py
 
-Prints two tables of docs/how-to/scale.md from `published_steps.toml`: stages of training steps, and
+Prints two tables of docs/evidence/planned-steps.md from `published_steps.toml`: stages of training steps, and
 output tokens per second of a server. Nothing is measured here; no GPU is needed.
 """
 

@@ -3,7 +3,7 @@
 Every stage is a roofline: arithmetic at a share of the peak FLOP/s, or bytes at a share of a bandwidth,
 whichever takes longer, plus what does not depend on sizes. The shares are ranges of published measurements
 (`step_rates.toml`); the two ends of an estimate are the fast and the slow end of all of them.
-docs/how-to/scale.md compares the result with published steps.
+docs/evidence/planned-steps.md compares the result with published steps.
 """
 
 from __future__ import annotations

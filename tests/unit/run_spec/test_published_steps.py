@@ -42,7 +42,7 @@ def test_a_published_server_is_inside_the_interval() -> None:
 
 
 def test_the_page_has_the_tables_as_they_are_computed() -> None:
-    page = (ROOT / "docs/how-to/scale.md").read_text(encoding="utf-8")
+    page = (ROOT / "docs/evidence/planned-steps.md").read_text(encoding="utf-8")
     for line in tables().splitlines():
         assert line in page
 
@@ -258,6 +258,6 @@ def test_seconds_are_printed_with_two_ends() -> None:
 
 
 def test_the_page_lists_every_card() -> None:
-    page = (ROOT / "docs/how-to/scale.md").read_text(encoding="utf-8")
+    page = (ROOT / "docs/evidence/planned-steps.md").read_text(encoding="utf-8")
     for card in CARDS.values():
         assert f"| `{card.name}` | {card.flops / 1e12:,.0f} | {card.bandwidth / 1e12:.2f} |" in page

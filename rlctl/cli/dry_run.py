@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Literal
 
 from rich.text import Text
 
 from rlctl.cli import dry_run_summary as summary
-from rlctl.cli.command import as_json
+from rlctl.cli.command import as_json, run_path
 from rlctl.cli.dry_run_document import plan_document
 from rlctl.cli.dry_run_summary import count_of, print_title
 from rlctl.cli.output import print_indented, unwrapped, write_out
@@ -25,9 +26,13 @@ from rlctl.run_spec.placement import Placement
 from rlctl.run_spec.run_spec import RunSpec
 from rlctl.terminal import Console
 from rlctl.text_table import print_table
+from rlctl.track.jsonl import METRICS_FILE, decode_line
 from rlctl.train.first_row import check_first_row
 from rlctl.train.preflight import check_disk, check_inputs, check_trackers, count_rows, has_errors
 from rlctl.user_code import is_file_function
+
+#: Metric of a mean response, and number of last steps over which it is averaged.
+_MEAN_LENGTH, _LAST_STEPS = "response_length/mean", 20
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,7 +41,7 @@ class PlanOptions:
 
     show_all: bool = False  # add all bands of ρ, the memory by its parts and every value with its origin
     machine: str | None = None  # name of the machine to plan for; None: this one
-    mean_response: float | None = None  # mean tokens of a response, for times; None: not known
+    mean_response: str | None = None  # mean tokens of a response, or a run that has it; None: not known
     #: `json`: problems, memory, stages and suggestions as one object
     output_format: Literal["text", "json"] = "text"
 
@@ -49,13 +54,12 @@ def print_dry_run(loaded: LoadedSpec, options: PlanOptions) -> int:
         machine does not suffice; 4 if only a tracker's package is missing; else 0.
 
     Raises:
-        UsageError: no machine of this name is known, or a mean response is longer than the longest.
+        UsageError: no machine of this name is known; the mean response is longer than the longest, or its run
+            has none.
     """
-    spec, console = loaded.spec, unwrapped()
-    machine, mean_response, most = options.machine, options.mean_response, spec.data.max_response_length
-    if mean_response is not None and not 0 < mean_response <= most:
-        message = f"{mean_response:g} tokens, but a response has at most {most} (data.max_response_length)"
-        raise UsageError(message, where="--mean-response", fix=f"give a number above 0, at most {most}")
+    spec, console, machine = loaded.spec, unwrapped(), options.machine
+    most = spec.data.max_response_length
+    mean_response = None if options.mean_response is None else _mean_response(options.mean_response, most)
     placement = Placement(spec, model_size(spec.model), machine_of(machine), mean_response)
     unusable = check_inputs(spec)
     row = check_first_row(spec, unusable, starts=False)
@@ -89,6 +93,38 @@ def print_dry_run(loaded: LoadedSpec, options: PlanOptions) -> int:
     more = "" if options.show_all else " --all: memory by its parts, stages, every value and its origin."
     console.print(f"\nDry run. Nothing was started.{more}")
     return exit_code
+
+
+def _mean_response(given: str, most: int) -> float:
+    """Mean tokens of a response: a number, or what the last steps of a run have logged.
+
+    Raises:
+        UsageError: it is not in (0, most], or there is no such run or log.
+    """
+    try:
+        mean = float(given)
+    except ValueError:
+        mean = _logged_mean(run_path(given))
+    if not 0 < mean <= most:
+        message = f"{mean:g} tokens, but a response has at most {most} (data.max_response_length)"
+        fix = f"give a number above 0, at most {most}, or a run with such responses"
+        raise UsageError(message, where="--mean-response", fix=fix)
+    return mean
+
+
+def _logged_mean(run: Path) -> float:
+    path = run / METRICS_FILE
+    try:
+        rows = [decode_line(line) for line in path.read_bytes().splitlines()]
+    except (OSError, ValueError) as error:
+        message = f"the log of this run cannot be read: {error}"
+        raise UsageError(message, where=str(path), fix="give a number of tokens") from error
+    means = [row[_MEAN_LENGTH] for row in rows if isinstance(row.get(_MEAN_LENGTH), float | int)]
+    if not means:
+        message = f"no step of this run has logged {_MEAN_LENGTH}"
+        raise UsageError(message, where=str(path), fix="give a number of tokens")
+    last = means[-_LAST_STEPS:]
+    return float(sum(last) / len(last))
 
 
 def _as_example(problem: Problem, loaded: LoadedSpec) -> Problem:
@@ -263,5 +299,6 @@ def _print_stages(placement: Placement, console: Console) -> None:
         print_indented(Text(words), 2, console)
     for words in placement.not_known():
         print_indented(Text(f"not known: {words}", "dim"), 2, console)
+    says = "faster" if placement.fits() else "does not fit; does with"
     for each in placement.suggestions():
-        print_indented(Text(f"faster: {each.setting} fits, {each.seconds} s: {each.why}"), 2, console)
+        print_indented(Text(f"{says}: {each.setting}, {each.seconds} s: {each.why}"), 2, console)

@@ -82,9 +82,10 @@ def train(
         ),
     ] = None,
     mean_response: Annotated[
-        float | None,
+        str | None,
         typer.Option(
-            metavar="TOKENS", help="With --dry-run: mean length of responses, for the time of a step."
+            metavar="TOKENS|RUN",
+            help="With --dry-run: mean length of responses, or a run whose last steps have it.",
         ),
     ] = None,
     output_format: Format = "text",
@@ -182,7 +183,7 @@ def train(
 
 
 def _refuse_options_of_plans(
-    machine: str | None, mean_response: float | None, output_format: Literal["text", "json"]
+    machine: str | None, mean_response: str | None, output_format: Literal["text", "json"]
 ) -> None:
     """Options that only --dry-run reads are mistakes where a run starts (UsageError)."""
     given = {

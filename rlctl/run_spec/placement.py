@@ -59,7 +59,7 @@ class Stage:
 
 @dataclass(frozen=True, slots=True)
 class Suggestion:
-    """A setting that shortens a step and still fits."""
+    """A setting that shortens a step and still fits, or with which a run fits at all."""
 
     setting: str  # KEY=VALUE
     seconds: Seconds  # of a step with it
@@ -318,29 +318,48 @@ class Placement:
     # --- faster settings --------------------------------------------------------------------------
 
     def suggestions(self) -> list[Suggestion]:
-        """Single settings that shorten the step and fit, the fastest first; none if the run does not fit."""
+        """Single settings that shorten the step and fit, or with which the run fits; the fastest first."""
         now = self.intervals.get(_WHOLE)
-        if not self.machine.gpus or now is None or not self._fits():
+        if not self.machine.gpus or now is None:
             return []
+        at_most = (1 - _WORTH_SAYING) * now.middle if self.fits() else math.inf
         found = []
-        for setting, changed, why in self._changes():
+        for setting, changed, why in self._changes() if self.fits() else self._smaller():
             seconds = changed.intervals[_WHOLE]
-            if seconds.middle < (1 - _WORTH_SAYING) * now.middle and changed._fits():
+            if seconds.middle < at_most and changed.fits():
                 found.append(Suggestion(setting, seconds, why))
         best: dict[str, Suggestion] = {}
         for each in sorted(found, key=lambda each: each.seconds.middle):
             best.setdefault(each.setting.partition("=")[0], each)
         return list(best.values())
 
+    def _change(self, section: str, why: str, **values: object) -> tuple[str, Placement, str]:
+        named = " ".join(f"{section}.{name}={_word(value)}" for name, value in values.items())
+        return named, self._with(section, **values), why
+
+    def _smaller(self) -> Iterator[tuple[str, Placement, str]]:
+        """Settings that take less of a GPU's memory, the plan with each, and why."""
+        engine, actor, rollout, change = self.spec.engine, self.spec.actor, self.spec.rollout, self._change
+        if engine.name == "deepspeed":
+            for higher in range(self.stage + 1, 4):
+                yield change("engine", "ranks share more of the state", zero_stage=higher)
+            if engine.offload == "none" and engine.zero_stage:
+                yield change("engine", "the optimizer is in the host's memory", offload="optimizer")
+        if not self.spec.model.enable_gradient_checkpointing:
+            yield change("model", "activations are computed again", enable_gradient_checkpointing=True)
+        budget = (actor.ppo_max_token_len_per_gpu or 0) // 2
+        while budget * engine.sequence_parallel >= self.spec.max_length:
+            yield change("actor", "smaller passes", ppo_max_token_len_per_gpu=budget)
+            budget //= 2
+        if self.spec.rollout_engine.forms_batches:
+            for share in range(round(100 * rollout.gpu_memory_utilization) - 5, 10, -5):
+                yield change("rollout", "a smaller cache", gpu_memory_utilization=share / 100)
+
     def _changes(self) -> Iterator[tuple[str, Placement, str]]:
         """Settings, the plan with each, and why it may be faster."""
         spec = self.spec
         engine, actor, model, rollout = spec.engine, spec.actor, spec.model, spec.rollout
-
-        def change(section: str, why: str, **values: object) -> tuple[str, Placement, str]:
-            named = " ".join(f"{section}.{name}={_word(value)}" for name, value in values.items())
-            return named, self._with(section, **values), why
-
+        change = self._change
         if engine.name == "deepspeed" and engine.offload == "none":
             for lower in range(1, self.stage):
                 yield change("engine", "passes do not gather the weights", zero_stage=lower)
@@ -367,7 +386,10 @@ class Placement:
         spec = self.spec.model_copy(update={section: changed})
         return Placement(spec, self.size, self.machine, self.mean_response)
 
-    def _fits(self) -> bool:
+    def fits(self) -> bool:
+        """Whether a GPU holds the peak, and vLLM's share of it the weights."""
+        if any(part.name == "key-value cache" and part.num_bytes == 0.0 for part in self.gpu_parts):
+            return False
         return memory_total(self.gpu_parts) <= _USED_AT_MOST * self.machine.gpu_bytes
 
     # --- resources that do not suffice ------------------------------------------------------------
@@ -414,14 +436,14 @@ class Placement:
 
     def _shorter_steps(self) -> Iterator[tuple[str, float]]:
         """Setting and seconds of a step with it, for each change that shortens the step and still fits."""
-        data, now, fitted = self.spec.data, self.seconds()["whole step"], self._fits()
+        data, now, fitted = self.spec.data, self.seconds()["whole step"], self.fits()
         unit = math.lcm(self.spec.world_size, self.spec.actor.ppo_mini_batch_size or 1)
         fewer = max(unit, data.train_batch_size // 4 // unit * unit)
         changes = {"train_batch_size": fewer, "max_response_length": max(1, data.max_response_length // 2)}
         for name, value in changes.items():
             changed = self._with("data", **{name: value})
             seconds = changed.seconds()["whole step"]
-            if seconds < now and (changed._fits() or not fitted):
+            if seconds < now and (changed.fits() or not fitted):
                 yield f"data.{name}={value}", seconds
 
     def _gpus_that_hold_the_weights(self) -> int | None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from dataclasses import replace
 from importlib import import_module
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -217,6 +218,27 @@ def test_suggestions_are_faster_fit_and_come_in_order(capsys: Any, without_files
         assert not [problem for problem in again["problems"] if problem["severity"] == "error"]
 
 
+@pytest.mark.parametrize(
+    "large",
+    [
+        ["engine.zero_stage=1"],  # gradients and weights of an 8B model on every GPU
+        ["model.enable_gradient_checkpointing=false"],  # activations of 16k tokens
+        ["rollout.gpu_memory_utilization=0.9"],
+    ],
+)
+def test_a_run_that_does_not_fit_is_told_what_makes_it_fit(
+    capsys: Any, without_files: None, large: list[str]
+) -> None:
+    large = [*large, "--machine", "8xh100"]
+    assert run([*PLAN, *large, "--format", "json"]) == 2
+    plan = json.loads(capsys.readouterr().out)
+    assert plan["gpu_memory"]["peak_bytes"] > plan["machine"]["gpu_bytes"]
+    assert plan["suggestions"]
+    for each in plan["suggestions"]:
+        fits = document(capsys, *large, each["setting"])
+        assert fits["gpu_memory"]["peak_bytes"] < fits["machine"]["gpu_bytes"]
+
+
 def test_an_unknown_card_gives_memory_and_no_seconds(
     capsys: Any, without_files: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -247,6 +269,21 @@ def test_mistakes_of_a_plan_are_errors(capsys: Any, without_files: None, words: 
 def test_options_of_a_plan_need_a_dry_run(capsys: Any, words: list[str]) -> None:
     assert run(["train", *words]) == 2
     assert "add --dry-run" in capsys.readouterr().err
+
+
+def test_an_earlier_run_says_how_long_responses_are(capsys: Any, without_files: None, tmp_path: Path) -> None:
+    run_dir = tmp_path / "earlier"
+    run_dir.mkdir()
+    rows = [{"step": step, "response_length/mean": 2000.0 if step < 30 else 300.0} for step in range(50)]
+    (run_dir / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    plan = document(capsys, "--machine", "8xh100", "--mean-response", str(run_dir))
+    assert plan["step"]["mean_response"] == 300.0
+    given = document(capsys, "--machine", "8xh100", "--mean-response", "300")
+    assert plan["step"]["seconds"] == given["step"]["seconds"]
+    (run_dir / "metrics.jsonl").write_text('{"step": 1}\n')
+    assert run([*PLAN, "--mean-response", str(run_dir)]) == 2
+    assert "response_length/mean" in capsys.readouterr().err
+    assert run([*PLAN, "--mean-response", str(tmp_path / "absent")]) == 2
 
 
 def test_seconds_are_printed_with_two_ends() -> None:

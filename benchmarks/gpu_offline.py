@@ -51,6 +51,17 @@ NEEDED = {
 #: Ends of output that mean that memory ran out, in the process or on the card.
 OUT_OF_MEMORY = ("OutOfMemoryError", "CUDA out of memory", "MemoryError", "Cannot allocate memory")
 GPU_TESTS = "tests/gpu"
+#: How several ranks share the work: name, settings, further modules that it needs.
+WAYS_TO_SHARE: tuple[tuple[str, tuple[str, ...], tuple[str, ...]], ...] = (
+    *((f"ZeRO {stage}", (f"engine.zero_stage={stage}",), ()) for stage in (1, 2, 3)),
+    ("FSDP2", ("engine.name=fsdp",), ()),
+    ("sequence parallel", ("engine.sequence_parallel=2", "engine.zero_stage=2"), ()),
+    (
+        "one vLLM engine over two",
+        ("rollout.name=vllm", "rollout.tensor_model_parallel_size=2", "engine.zero_stage=2"),
+        ("vllm",),
+    ),
+)
 
 
 @dataclass
@@ -158,11 +169,11 @@ def _cases(rehearse: bool, num_gpus: int = 1) -> list[Case]:
         needs = ("vllm",) if engine == "vllm" else ()
         return Case(f"card {size} {engine} {name}".strip(), command, limit, needs, figures=True)
 
-    def ranks(count: int, stage: int) -> Case:
-        words = [f"trainer.n_gpus_per_node={count}", f"engine.zero_stage={stage}", "engine.dtype=bf16"]
+    def ranks(count: int, name: str, *how: str, needs: tuple[str, ...] = ()) -> Case:
+        words = [f"trainer.n_gpus_per_node={count}", "engine.dtype=bf16", *how]
         words += ["trainer.total_training_steps=3", "trainer.test_freq=-1", "trainer.logger=[console]"]
         train = [*python, "-m", "rlctl", "train", "--preset", "rloo-seq-is", *words]
-        return Case(f"{count} ranks, ZeRO {stage}", train, 300)
+        return Case(f"{count} ranks, {name}", train, 300, needs)
 
     def attention(*options: str) -> Case:
         command = [*python, "benchmarks/attention.py", *options]
@@ -188,16 +199,17 @@ def _cases(rehearse: bool, num_gpus: int = 1) -> list[Case]:
         card("1.5b", "hf", 420, "offload", *offload),
         Case("kill and resume", [*python, "-m", "benchmarks.chaos", "--kills", "2"], 420),
         *(
-            ranks(count, stage)
+            ranks(count, name, *how, needs=needs)
             for count in sorted({2, num_gpus})
             if 1 < count <= num_gpus
-            for stage in (1, 2, 3)
+            for name, how, needs in WAYS_TO_SHARE
         ),
         *planned,
         card("0.5b", "vllm", 420),
         card("1.5b", "vllm", 420),
         card("7b", "hf", 600),
         card("7b", "vllm", 600),
+        card("7b", "vllm", 600, "offload_base", "engine.offload_base=true"),
     ]
 
 

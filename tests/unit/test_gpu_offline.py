@@ -16,7 +16,8 @@ from pathlib import Path
 import pytest
 
 from benchmarks import gpu_offline
-from benchmarks.gpu_offline import NEEDED, ROOT, Case, run
+from benchmarks.gpu_offline import NEEDED, ROOT, WAYS_TO_SHARE, Case, run
+from rlctl.run_spec.load import load_spec
 
 #: On such a machine beside `NEEDED`: tools of tests, and packages that come with its image.
 ALSO_THERE = (
@@ -111,6 +112,16 @@ def test_ranks_are_tried_as_far_as_there_are_cards(num_gpus: int, counts: set[in
     assert {name for name in names if "ZeRO" in name} == {
         f"{count} ranks, ZeRO {stage}" for count in counts for stage in (1, 2, 3)
     }
+
+
+@pytest.mark.parametrize("num_gpus", [2, 8])
+def test_every_way_to_share_work_is_tried_and_its_settings_are_accepted(num_gpus: int) -> None:
+    cases = [case for case in gpu_offline._cases(False, num_gpus) if " ranks, " in case.name]
+    assert {case.name.partition(", ")[2] for case in cases} == {name for name, _, _ in WAYS_TO_SHARE}
+    for case in cases:
+        words = case.command[case.command.index("--preset") + 2 :]
+        spec = load_spec(["rloo-seq-is"], [], words).spec
+        assert spec.trainer.n_gpus_per_node == int(case.name.split()[0])
 
 
 def _requirements(names: set[str]) -> set[str]:

@@ -13,6 +13,7 @@ import psutil
 
 from rlctl.errors import UsageError, first_line
 from rlctl.metric_names import best_validation, validation_rewards
+from rlctl.track.heartbeats import beats_of_node
 from rlctl.track.jsonl import METRICS_FILE, decode_line
 from rlctl.track.run_dir import (
     ENVIRONMENT_FILE,
@@ -20,7 +21,6 @@ from rlctl.track.run_dir import (
     HOLDER_FILE,
     SPEC_FILE,
     SUMMARY_FILE,
-    heartbeat_file,
     read_mapping,
     typed,
 )
@@ -334,7 +334,8 @@ def _last_rows(path: Path) -> tuple[dict[str, Any], dict[str, float]]:
 
 def phase_of(run_dir: Path) -> str:
     """What a run that is running does now, in words: `loading …`, or `step 3, sampling`."""
-    return typed(read_mapping(heartbeat_file(run_dir, 0)), "place", str) or "starting"
+    beat = beats_of_node(run_dir, 0, size=1).get(0)  # of rank 0
+    return beat.place if beat else "starting"
 
 
 def is_running(run_dir: Path) -> bool:

@@ -185,11 +185,6 @@ def note_in_environment(run_dir: Path, **found: Any) -> None:
     write_text(path, json.dumps(read_mapping(path) | found, indent=2) + "\n")
 
 
-def heartbeat_file(run_dir: Path, rank: int) -> Path:
-    """The file of a rank that is running: its phase and its last progress, as JSON."""
-    return run_dir / ".ranks" / f"{rank:05d}.json"
-
-
 def _contents(path: Path) -> list[str]:
     """Names in the directory, without the files of the lock."""
     return [entry.name for entry in path.iterdir() if entry.name not in {_LOCK, HOLDER_FILE}]

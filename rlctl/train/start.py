@@ -234,7 +234,9 @@ def run_rank(
     """
     spec = RunSpec.model_validate(yaml.safe_load(spec_text))
     rank = int(os.environ.get("RANK", "0"))
-    watchdog = Watchdog(rank, spec.world_size, Path(run_dir), seconds(spec.trainer.hang_timeout))
+    timeout = seconds(spec.trainer.hang_timeout)
+    per_node = spec.trainer.n_gpus_per_node
+    watchdog = Watchdog(rank, spec.world_size, Path(run_dir), timeout, per_node)
     with (
         catching_signals(on_second_signal) as stop,
         watchdog,
@@ -253,7 +255,6 @@ def run_rank(
             with missing_ranks():
                 if spec.world_size > 1:
                     startup.phase(f"waiting for all {spec.world_size} ranks")
-                timeout = seconds(spec.trainer.hang_timeout)
                 ranks = join_ranks(timeout, on_loopback=spec.is_on_one_machine, first=first)
                 stop.at_once = False
                 spec = _as_on_main(spec, ranks)
@@ -341,6 +342,13 @@ def _check_ranks(spec: RunSpec) -> None:
                 f"ranks started: {world_size}, ranks of the spec: {spec.world_size}",
                 where="trainer.n_gpus_per_node × trainer.nnodes",
                 fix="use the same number in the spec and in the launcher",
+            )
+        rank, local_rank = int(os.environ["RANK"]), os.environ.get("LOCAL_RANK")
+        if local_rank is not None and int(local_rank) != rank % spec.trainer.n_gpus_per_node:
+            raise UsageError(
+                f"rank {rank} is number {local_rank} of its node: the ranks of a node are not consecutive",
+                where="trainer.n_gpus_per_node",
+                fix="start every node by torchrun, see --print-command; or with Slurm's --distribution=block",
             )
     elif spec.trainer.nnodes > 1:
         raise UsageError(

@@ -5,33 +5,32 @@ The first signal finishes the step and saves, the second ends the process at onc
 Hanging ranks: reports which rank is waited for, writes all thread stacks, then ends the run.
 
 A thread of each rank monitors its main thread (and the thread that samples ahead): while their Python stacks
-change or phases begin, the rank makes progress. Each rank writes its phase and its idle time to a file in the
-run directory, which the other ranks and `rlctl watch` read. The run ends only if every rank was idle for the
-whole timeout.
+change or phases begin, the rank makes progress. Each rank writes its phase and its idle time to the file of
+its node in the run directory, see `rlctl.train.peers`; `rlctl watch` reads it, too. The run ends only if
+every rank was idle for the whole timeout.
 """
 
 from __future__ import annotations
 
 import contextlib
 import faulthandler
-import json
 import os
-import platform
 import sys
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 from types import FrameType
 from typing import Self
 
 from rlctl.engine.launch import end_rank
 from rlctl.errors import RlctlError, RunFailure, visible
-from rlctl.files import open_to_append, write_text
+from rlctl.files import open_to_append
 from rlctl.processes import handling_stops, progress
 from rlctl.track.console import PHASES
-from rlctl.track.run_dir import heartbeat_file
+from rlctl.track.heartbeats import Summary
+from rlctl.train.peers import Peers
 
 #: Seconds. A signal this soon after the first is a duplicate: a terminal and Slurm signal every process,
 #: and the launcher also forwards the signal to its ranks.
@@ -40,8 +39,6 @@ _STOPPING = b"\nstopping after this step is saved; press Ctrl-C again to exit no
 #: Fractions of the timeout after which the user is warned, and after which stacks are written.
 _WARN, _WRITE_STACKS = 1 / 20, 1 / 4
 _INTERVAL_S = 2.0
-#: Seconds without a change of its file after which a rank counts as not running.
-_SILENT_S = 10.0
 
 
 @dataclass
@@ -97,34 +94,6 @@ _TRAINING = frozenset(
 )
 
 
-@dataclass(frozen=True, slots=True)
-class Beat:
-    """Heartbeat of a rank.
-
-    Attributes:
-        number: increases with every heartbeat.
-        phases: phases begun so far; all ranks begin the same ones, so the others wait for the lowest number.
-        place: the current phase, in words.
-        idle_s: seconds since the rank last made progress.
-    """
-
-    number: int
-    phases: int
-    place: str
-    idle_s: float
-    host: str
-    pid: int
-
-
-@dataclass(slots=True)
-class _Peer:
-    """State of another rank; `seen`: when its heartbeat last changed, on the monotonic clock."""
-
-    seen: float
-    beat: Beat | None = None
-    leftover: Beat | None = None  # first beat read, maybe of an earlier process: only a change counts
-
-
 class Watchdog:
     """Monitors this rank: a context manager, and a tracker sink that receives steps and phases.
 
@@ -132,6 +101,7 @@ class Watchdog:
         rank, world_size: index of this rank, number of ranks.
         run_dir: where ranks exchange heartbeats.
         timeout_s: seconds without progress on any rank after which the run is ended.
+        per_node: ranks of a node; None: all ranks are on this one.
         end: ends this process with the error.
     """
 
@@ -143,14 +113,22 @@ class Watchdog:
         world_size: int,
         run_dir: Path,
         timeout_s: float,
+        per_node: int | None = None,
         end: Callable[[RlctlError], None] = end_rank,
     ) -> None:
         self._rank, self._run_dir, self._timeout, self._end = rank, run_dir, timeout_s, end
         self._interval = min(_INTERVAL_S, timeout_s / 60)
-        self._place, self._step, self._phases, self._number = "starting", 0, 0, 0
-        self._moved = self._started = time.monotonic()
+        self._place, self._step, self._phases = "starting", 0, 0
+        self._moved = time.monotonic()
         self._signature: object = None
-        self._peers = {other: _Peer(self._started) for other in range(world_size) if other != rank}
+        self._peers = Peers(
+            rank,
+            world_size,
+            run_dir,
+            per_node=per_node or world_size,
+            interval_s=self._interval,
+            now=self._moved,
+        )
         self._warned = self._dumped = self._trains = False
         self.show: Callable[[str], None] = _print
         self._is_over = threading.Event()
@@ -178,13 +156,11 @@ class Watchdog:
     def __exit__(self, *_: object) -> None:
         self._is_over.set()
         self._thread.join()
-        with contextlib.suppress(OSError):
-            self._beat_file(self._rank).unlink(missing_ok=True)
-            self._beat_file(self._rank).parent.rmdir()  # succeeds on the last rank
+        self._peers.leave()
 
     def _watch(self) -> None:
         last = time.monotonic()
-        self._write_beat(0.0)  # before the first interval, for `rlctl watch`
+        self._exchange(0.0, last)  # before the first interval, for `rlctl watch`
         while not self._is_over.wait(self._interval):
             now = time.monotonic()
             if (stopped := now - last - 2 * self._interval) > 0:
@@ -193,20 +169,23 @@ class Watchdog:
             if (signature := _stacks(self._trains)) != self._signature:
                 self._signature, self._moved = signature, now
             idle = now - self._moved
-            self._write_beat(idle)
-            self._read_peers(now)
-            self._react(self._idle_of_all(now, idle), now)
+            self._exchange(idle, now)
+            self._react(idle, self._peers.known(now))
             last = time.monotonic()
 
-    def _react(self, idle: float, now: float) -> None:
-        """Warns, writes stacks or ends the run; `idle`: seconds since any rank made progress."""
+    def _exchange(self, idle: float, now: float) -> None:
+        self._peers.exchange(self._phases, self._place, idle, now)
+
+    def _react(self, own_idle: float, others: Summary) -> None:
+        """Warns, writes stacks or ends the run, by the seconds since any rank made progress."""
+        idle = min(own_idle, others.idle_s)
         if idle < self._timeout * _WARN:
             self._warned = self._dumped = False
             return
-        words = f"{self._place}: no progress for {idle:.0f} s{self._awaited(now)}"
+        words = f"{self._place}: no progress for {idle:.0f} s{self._awaited(others)}"
         if not self._warned:
             self._warned = True
-            if self._prints(now):
+            if not 0 <= others.lowest < self._rank:  # the lowest running rank prints for all
                 self.show(f"warning: {words}")
         if not self._dumped and idle >= self._timeout * _WRITE_STACKS:
             self._dumped = True
@@ -222,56 +201,16 @@ class Watchdog:
             )
             self._is_over.set()
 
-    def _idle_of_all(self, now: float, idle: float) -> float:
-        others = (
-            min(now - peer.seen + (peer.beat.idle_s if peer.beat else 0.0), now - self._started)
-            for peer in self._peers.values()
-        )
-        return min([idle, *others])
-
-    def _awaited(self, now: float) -> str:
+    def _awaited(self, others: Summary) -> str:
         """Names the ranks that the others wait for, if they can be determined."""
-        silent = {rank: peer for rank, peer in self._peers.items() if self._is_silent(peer, now)}
-        if silent:
-            names = ", ".join(_name(rank, peer.beat) for rank, peer in silent.items())
-            since = max(now - peer.seen for peer in silent.values())
+        if others.silent.count:
             message = "is stopped or cannot be reached"
-            if missing := [peer for peer in silent.values() if not peer.beat]:
-                message = "is stopped or never joined" if any(p.leftover for p in missing) else "never joined"
-            return f"; waiting for {names}, no heartbeat for {since:.0f} s: it {message}"
-        beats = {rank: peer.beat for rank, peer in self._peers.items() if peer.beat}
-        last = min((beat.phases for beat in beats.values()), default=self._phases)
-        behind = {rank: beat for rank, beat in beats.items() if beat.phases == last < self._phases}
-        if behind:
-            return "; waiting for " + ", ".join(f"{_name(r, b)}, at {b.place}" for r, b in behind.items())
+            if others.unjoined:
+                message = "is stopped or never joined" if others.left_over else "never joined"
+            return f"; waiting for {others.silent}, no heartbeat for {others.silent_s:.0f} s: it {message}"
+        if 0 <= others.phases < self._phases:
+            return f"; waiting for {others.behind}"
         return ""
-
-    def _is_silent(self, peer: _Peer, now: float) -> bool:
-        return now - peer.seen > max(_SILENT_S, 5 * self._interval)
-
-    def _prints(self, now: float) -> bool:
-        """Whether this rank prints: the lowest running rank prints for all."""
-        return all(rank > self._rank or self._is_silent(peer, now) for rank, peer in self._peers.items())
-
-    def _write_beat(self, idle: float) -> None:
-        self._number += 1
-        beat = Beat(self._number, self._phases, self._place, idle, platform.node(), os.getpid())
-        file = self._beat_file(self._rank)
-        with contextlib.suppress(OSError):  # a full disk is reported elsewhere
-            if self._run_dir.is_dir():
-                file.parent.mkdir(exist_ok=True)
-                write_text(file, json.dumps(asdict(beat)))
-
-    def _read_peers(self, now: float) -> None:
-        for rank, peer in self._peers.items():
-            with contextlib.suppress(OSError, ValueError, TypeError):
-                beat = Beat(**json.loads(self._beat_file(rank).read_text()))
-                peer.leftover = peer.leftover or beat
-                if beat not in {peer.beat, peer.leftover}:
-                    peer.beat, peer.seen = beat, now
-
-    def _beat_file(self, rank: int) -> Path:
-        return heartbeat_file(self._run_dir, rank)
 
     @property
     def _stacks_file(self) -> Path:
@@ -300,10 +239,6 @@ def _stacks(trains: bool) -> object:
             signature.append((id(frame.f_code), frame.f_lasti))
             frame = frame.f_back
     return signature
-
-
-def _name(rank: int, beat: Beat | None) -> str:
-    return f"rank {rank}" + (f" (pid {beat.pid} on {beat.host})" if beat else "")
 
 
 def _print(text: str) -> None:

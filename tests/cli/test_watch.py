@@ -11,7 +11,8 @@ import pytest
 
 from rlctl.cli import watch
 from rlctl.cli.app import run
-from rlctl.track.run_dir import HOLDER_FILE, heartbeat_file
+from rlctl.track.heartbeats import Beat, NodeFile
+from rlctl.track.run_dir import HOLDER_FILE
 from tests.cli.test_report_command import a_run
 
 
@@ -22,13 +23,12 @@ def test_phases_are_named_before_the_first_step(
     (path / "metrics.jsonl").unlink()
     holder = path / HOLDER_FILE
     holder.write_text(json.dumps({"pid": os.getpid(), "host": platform.node()}))
-    heartbeat = heartbeat_file(path, 0)
-    heartbeat.parent.mkdir()
+    node = NodeFile(path, 0, size=1)
     places = iter(["reading the prompts", "reading the prompts", "loading m\x1b[2J", None])
 
     def next_phase(_: float) -> None:
         if place := next(places):
-            heartbeat.write_text(json.dumps({"place": place}))
+            node.write(0, Beat(1, 1, place, 0.0, "host", 1))
         else:
             holder.unlink()
 

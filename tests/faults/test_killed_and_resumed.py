@@ -16,6 +16,7 @@ from pathlib import Path
 import psutil
 import pytest
 
+from rlctl.track.heartbeats import Beat, beats_of_node
 from tests import hooks, runs, two_tries
 from tests.listeners import assert_on_loopback
 from tests.processes import Job
@@ -289,9 +290,14 @@ def running(run: Path, *arguments: str) -> Job:
 
 def pid_of_rank(run: Path, job: Job, rank: int) -> int:
     """Waits for a few heartbeats: the first one that the others read may be of an earlier process."""
-    beat = run / ".ranks" / f"{rank:05d}.json"
-    job.wait_for(lambda: beat.exists() and json.loads(beat.read_text())["number"] >= 6)
-    return int(json.loads(beat.read_text())["pid"])
+
+    def beat() -> Beat | None:
+        return beats_of_node(run, 0, size=rank + 1).get(rank)
+
+    job.wait_for(lambda: (last := beat()) is not None and last.number >= 6)
+    last = beat()
+    assert last is not None
+    return last.pid
 
 
 def assert_resumable_where_it_stopped(run: Path) -> str:

@@ -22,7 +22,8 @@ from rlctl.cli.app import run
 from rlctl.errors import EnvironmentFailure, UsageError
 from rlctl.report import serve
 from rlctl.report.serve import MOST_CONNECTIONS, PageServer, RunPages, version_of
-from rlctl.track.run_dir import HOLDER_FILE, heartbeat_file
+from rlctl.track.heartbeats import Beat, NodeFile
+from rlctl.track.run_dir import HOLDER_FILE
 from tests.cli.test_report_command import a_run
 
 LIMIT_S = 20.0
@@ -170,9 +171,7 @@ def test_the_state_names_the_phase_of_a_run(tmp_path: Path, monkeypatch: pytest.
     log = (path / "metrics.jsonl").read_text()
     (path / "metrics.jsonl").unlink()
     (path / HOLDER_FILE).write_text(json.dumps({"pid": os.getpid(), "host": platform.node()}))
-    heartbeat = heartbeat_file(path, 0)
-    heartbeat.parent.mkdir()
-    heartbeat.write_text(json.dumps({"place": "loading the model\x1b[2J"}))
+    NodeFile(path, 0, size=1).write(0, Beat(1, 1, "loading the model\x1b[2J", 0.0, "host", 1))
     pages = RunPages([path])
     first = pages.state()
     assert first["isRunning"]

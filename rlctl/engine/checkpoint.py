@@ -9,9 +9,10 @@ from __future__ import annotations
 
 import contextlib
 import hashlib
+import heapq
 import json
 import shutil
-from collections.abc import Collection, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -29,6 +30,8 @@ _MANIFEST = "manifest.json"
 _PREFIX = "step_"
 _PARTIAL = ".partial-"
 _SET_ASIDE = "damaged-"
+#: Directory and file → its SHA-256 → the problem of a file, or "".
+Differing = Callable[[Path, Mapping[str, str]], str]
 
 
 @dataclass(frozen=True, slots=True)
@@ -174,12 +177,13 @@ def publish(
 
 
 def newest_intact(
-    root: Path, step: int | None = None, *, set_aside: bool = False
+    root: Path, step: int | None = None, *, differing: Differing | None = None, set_aside: bool = False
 ) -> tuple[Checkpoint | None, list[str]]:
     """The newest checkpoint whose files all match their checksums.
 
     Args:
         step: accept only this step; None: any.
+        differing: as `first_differing`, which is the default.
         set_aside: rename damaged and incomplete ones; otherwise nothing is changed, so the run may still be
             in progress.
 
@@ -193,7 +197,7 @@ def newest_intact(
     for number, path in reversed(_published(root)):
         if step not in {None, number}:
             continue
-        problem, checkpoint = verify(path)
+        problem, checkpoint = verify(path, differing or first_differing)
         if checkpoint is not None:
             return checkpoint, [f"{note}; {path.name} is used instead" for note in notes]
         if set_aside:
@@ -252,7 +256,38 @@ def model_checksums(checkpoint: Checkpoint) -> dict[str, str]:
     return {name.removeprefix(place): digest for name, digest in expected.items() if name.startswith(place)}
 
 
-def verify(path: Path) -> tuple[str, Checkpoint | None]:
+def first_differing(path: Path, expected: Mapping[str, str]) -> str:
+    """The problem of the first file below `path` that is not as expected; "": there is none.
+
+    Args:
+        expected: file → its SHA-256.
+    """
+    for name, digest in expected.items():
+        file = path / name
+        if not file.is_file():
+            return f"{name} is missing"
+        if sha256_of(file) != digest:
+            return f"{name} differs from its checksum"
+    return ""
+
+
+def parts_of_files(path: Path, expected: Mapping[str, str], count: int) -> list[dict[str, str]]:
+    """Divides the files of a checkpoint into `count` parts of about equal size in bytes.
+
+    Args:
+        expected: file → its SHA-256.
+    """
+    sizes = {name: file.stat().st_size if (file := path / name).is_file() else 0 for name in expected}
+    parts: list[dict[str, str]] = [{} for _ in range(count)]
+    smallest = [(0, number) for number in range(count)]  # a heap of bytes and part
+    for name in sorted(expected, key=lambda name: -sizes[name]):
+        num_bytes, number = smallest[0]
+        parts[number][name] = expected[name]
+        heapq.heapreplace(smallest, (num_bytes + sizes[name], number))
+    return parts
+
+
+def verify(path: Path, differing: Differing = first_differing) -> tuple[str, Checkpoint | None]:
     """Verifies one checkpoint; returns its problem and None, or "" and the checkpoint."""
     try:
         state, expected = _read_manifest(path)
@@ -262,13 +297,8 @@ def verify(path: Path) -> tuple[str, Checkpoint | None]:
         return f"its manifest contains step {state.step}", None
     if not expected:
         return "its manifest lists no file", None
-    for name, digest in expected.items():
-        file = path / name
-        if not file.is_file():
-            return f"{name} is missing", None
-        if sha256_of(file) != digest:
-            return f"{name} differs from its checksum", None
-    return "", Checkpoint(path, state)
+    problem = differing(path, expected)
+    return problem, None if problem else Checkpoint(path, state)
 
 
 def _read_manifest(path: Path) -> tuple[TrainerState, dict[str, str]]:

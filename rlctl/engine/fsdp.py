@@ -25,6 +25,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 
+from rlctl.engine.checkpoint import hash_and_sync
 from rlctl.engine.deepspeed_setup import Settings
 from rlctl.engine.layout import idle_inputs
 from rlctl.engine.log_probs import PolicyModule
@@ -80,7 +81,8 @@ class _Engine(Engine):
     def save(self, directory: Path) -> dict[str, str]:
         """See `TrainedModule.save`."""
         save(self._state(), checkpoint_id=directory / _STATE)
-        return {}
+        own = sorted((directory / _STATE).glob(f"__{self.ranks.rank}_*"))  # as torch names them
+        return {str(path.relative_to(directory)): hash_and_sync(path) for path in own}
 
     def load(self, directory: Path) -> None:
         """See `TrainedModule.load`; the number of ranks may be another one."""

@@ -142,6 +142,13 @@ class Ranks:
             dist.all_gather_object(parts, values, group=self.group)
         return [value for part in parts for value in part]
 
+    def from_main(self, value: _Value) -> _Value:
+        """The value of rank 0, on every rank; the others' are ignored."""
+        held = [value]
+        if self.world_size > 1:
+            dist.broadcast_object_list(held, group=self.group, group_src=0)
+        return held[0]
+
 
 def join_ranks(
     timeout_s: float = 1500.0, *, on_loopback: bool = True, first: Callable[[], object] = lambda: None

@@ -20,18 +20,21 @@ import torch
 from rlctl.engine.checkpoint import (
     ADAPTER,
     CHECKPOINTS,
+    Checkpoint,
     TrainerState,
     begin,
     bytes_of_newest,
+    first_differing,
     hash_share,
     newest_intact,
     partial_path,
+    parts_of_files,
     point_to,
     publish,
     writing,
 )
 from rlctl.episodes import Episodes
-from rlctl.errors import RunFailure, UsageError
+from rlctl.errors import RunFailure, UsageError, failing_together
 from rlctl.files import write_text
 from rlctl.metric_names import best_validation, validation_score
 from rlctl.run_spec.base import seconds
@@ -45,6 +48,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from rlctl.batch import Episode, TokenBatch
+    from rlctl.engine.ranks import Ranks
     from rlctl.reward.protocol import Graded, RewardResult
     from rlctl.train.mini_batch import SeenTokens
     from rlctl.train.run import Run
@@ -185,10 +189,8 @@ def restore(run: Run) -> list[str]:
     Raises:
         UsageError: there is none, or its batches sampled ahead are those of another number of ranks.
     """
-    notes: list[str] = []
-    ranks, root, found = run.ranks, run.run_dir / CHECKPOINTS, None
-    if ranks.is_main:  # one rank verifies checkpoints and sets damaged ones aside
-        found, notes = newest_intact(root, set_aside=True)
+    ranks, root = run.ranks, run.run_dir / CHECKPOINTS
+    found, notes = verified_together(ranks, root)
     shared = ranks.exchange([found] if found else [])
     if not shared:
         raise UsageError(
@@ -218,6 +220,49 @@ def restore(run: Run) -> list[str]:
     if run.draws is not None:
         run.draws = PromptDraws.load(path / _DRAWS)
     return [*notes, f"resuming after step {state.step}"]
+
+
+def verified_together(ranks: Ranks, root: Path) -> tuple[Checkpoint | None, list[str]]:
+    """`newest_intact` on the main rank, which sets others aside; each rank hashes its part (a collective).
+
+    Returns:
+        On other ranks None and no problems.
+
+    Raises:
+        RunFailure: a rank cannot read a file that the main rank can read.
+    """
+    found: tuple[Checkpoint | None, list[str]] = (None, [])
+
+    def differing(path: Path, expected: Mapping[str, str]) -> str:
+        parts = parts_of_files(path, expected, ranks.world_size)
+        ranks.from_main((path, parts))
+        for rank, problem in _problems_of_parts(ranks, path, parts):
+            if not first_differing(
+                path, parts[rank]
+            ):  # a disk that not all nodes share, or a stale view of it
+                message = f"rank {rank} reads other files than rank 0: {problem}"
+                fix = "the run directory must be on a disk that all nodes share; nothing was changed"
+                raise RunFailure(message, where=str(path), fix=fix)
+            return problem
+        return ""
+
+    with failing_together(ranks.first):
+        if ranks.is_main:
+            try:
+                found = newest_intact(root, differing=differing, set_aside=True)
+            finally:
+                ranks.from_main(None)
+        else:
+            work: tuple[Path, list[dict[str, str]]] | None
+            while work := ranks.from_main(None):
+                _problems_of_parts(ranks, *work)
+    return found
+
+
+def _problems_of_parts(ranks: Ranks, path: Path, parts: list[dict[str, str]]) -> list[tuple[int, str]]:
+    """Rank and problem of the parts with a file that is missing or differs; each rank hashes its own."""
+    problem = first_differing(path, parts[ranks.rank])
+    return ranks.exchange([(ranks.rank, problem)] if problem else [])
 
 
 # --- rollouts ----------------------------------------------------------------------------------------

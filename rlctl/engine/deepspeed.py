@@ -281,6 +281,7 @@ class FrozenPolicy(FrozenModule):
             `load_partitioned`.
         dtype: dtype of the forward pass.
         temperature: sampling temperature, at which log-probs are computed.
+        shard_size: see `Settings`.
     """
 
     def __init__(
@@ -291,6 +292,7 @@ class FrozenPolicy(FrozenModule):
         zero_stage: int,
         dtype: torch.dtype,
         temperature: float,
+        shard_size: int | None = None,
         sequence: SequenceParallel | None = None,
     ) -> None:
         is_whole = zero_stage < 3
@@ -302,7 +304,7 @@ class FrozenPolicy(FrozenModule):
             )
             if not is_whole:
                 _ready_for_stage_3(policy, dtype)
-                config = deepspeed_config(frozen_settings(dtype))
+                config = deepspeed_config(frozen_settings(dtype, shard_size))
                 policy, *_ = _import_deepspeed().initialize(model=policy, config=config)
         policy.eval()
         self._module = policy

@@ -29,6 +29,7 @@ class Settings(TypedDict):
         grad_clip: maximum global gradient norm; 0: no clipping.
         gradient_checkpointing: recompute layers in the backward pass instead of storing activations.
         offload: what is kept in host memory, see `deepspeed_config`.
+        shard_size: number of ranks that share one copy of sharded weights; None: all ranks.
         more_config: merged into DeepSpeed's configuration.
         sequence: sequence-parallel group; policy only.
     """
@@ -40,13 +41,21 @@ class Settings(TypedDict):
     grad_clip: float
     gradient_checkpointing: NotRequired[bool]
     offload: NotRequired[Offload]
+    shard_size: NotRequired[int | None]
     more_config: NotRequired[Mapping[str, Any]]
     sequence: NotRequired[SequenceParallel | None]
 
 
-def frozen_settings(dtype: torch.dtype) -> Settings:
+def frozen_settings(dtype: torch.dtype, shard_size: int | None = None) -> Settings:
     """Settings of a module that is never trained."""
-    return Settings(zero_stage=3, dtype=dtype, weight_decay=0.0, betas=(0.9, 0.999), grad_clip=0.0)
+    return Settings(
+        zero_stage=3,
+        dtype=dtype,
+        weight_decay=0.0,
+        betas=(0.9, 0.999),
+        grad_clip=0.0,
+        shard_size=shard_size,
+    )
 
 
 def zero_stage_of(settings: Settings) -> int:
@@ -70,6 +79,8 @@ def deepspeed_config(settings: Settings) -> dict[str, Any]:
         zero["offload_optimizer"] = {"device": "cpu"}
     if offload == "all":
         zero["offload_param"] = {"device": "cpu"}
+    if (size := settings.get("shard_size")) and stage == 3:  # see deepspeed.ai/tutorials/zeropp
+        zero["zero_hpz_partition_size"] = size
     own = {
         # Dtype of sums over ranks. Stages 2 and 3 sum the bf16 gradients of every micro-batch: a sum in bf16
         # has a relative error of 0.2 % for two ranks, and more for more ranks.

@@ -48,7 +48,7 @@ class _Engine(Engine):
     ) -> None:
         super().__init__(model, wrap, ranks, **settings)
         self._clip = settings["grad_clip"] or math.inf
-        self._module = sharded(model, wrap, ranks, self._dtype)
+        self._module = sharded(model, wrap, ranks, self._dtype, settings.get("shard_size"))
         self._model = getattr(self._module, "model", self._module)
         trained = [parameter for parameter in self._module.parameters() if parameter.requires_grad]
         self._optimizer = torch.optim.AdamW(
@@ -128,13 +128,31 @@ class FsdpCritic(ValueEngine, _Engine):
 class FsdpReference(FrozenModule):
     """A `ListingPolicy` with separate weights, divided among the ranks, which is never trained."""
 
-    def __init__(self, model: Any, ranks: Ranks, *, dtype: torch.dtype, temperature: float) -> None:
+    def __init__(
+        self,
+        model: Any,
+        ranks: Ranks,
+        *,
+        dtype: torch.dtype,
+        temperature: float,
+        shard_size: int | None = None,
+    ) -> None:
         model.requires_grad_(False)
-        self._module = sharded(model, partial(PolicyModule, temperature=temperature), ranks, dtype)
+        policy = partial(PolicyModule, temperature=temperature)
+        self._module = sharded(model, policy, ranks, dtype, shard_size)
 
 
-def sharded(model: Any, wrap: Callable[..., nn.Module], ranks: Ranks, dtype: torch.dtype) -> Any:
+def sharded(
+    model: Any,
+    wrap: Callable[..., nn.Module],
+    ranks: Ranks,
+    dtype: torch.dtype,
+    shard_size: int | None = None,
+) -> Any:
     """The module that `wrap` makes of the model, with weights divided among the ranks, layer by layer.
+
+    With `shard_size`, which divides the number of ranks, each group of so many ranks holds all weights;
+    gradients are summed within the groups, then over them ("hybrid" sharding).
 
     Layers with trained weights are kept in float32, others in `dtype`; all are gathered in `dtype`. Ranks
     stay in step if they call the body equally often.
@@ -142,7 +160,9 @@ def sharded(model: Any, wrap: Callable[..., nn.Module], ranks: Ranks, dtype: tor
     from transformers.modeling_layers import GradientCheckpointingLayer
 
     warnings.filterwarnings("ignore", message="FSDP2-wrapped module")  # log-probs are rows of one tensor
-    mesh = init_device_mesh(ranks.device.type, (ranks.world_size,))
+    shape = (ranks.world_size // shard_size, shard_size) if shard_size else (ranks.world_size,)
+    names = ("replicate", "shard") if shard_size else ("shard",)
+    mesh = init_device_mesh(ranks.device.type, shape, mesh_dim_names=names)
     policy = MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=torch.float32, cast_forward_inputs=False)
 
     def place(part: nn.Module) -> None:

@@ -43,6 +43,9 @@ _PAUSE_S = 1.0
 _SINGLE_RANK_ENV = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1"}
 #: Environment variable with the file to which NCCL writes; `%p`: its process.
 _NCCL_LOG = "NCCL_DEBUG_FILE"
+#: With 1, vLLM forms the groups of an engine in this process by one split per kind, not one by one (12,290
+#: groups for 1,024 ranks), which needs a group that also has gloo.
+_SPLITS_GROUPS = "VLLM_DISTRIBUTED_USE_SPLIT_GROUP"
 #: Set if a single rank set these variables itself.
 _IS_ALONE = "RLCTL_ALONE"
 
@@ -198,8 +201,9 @@ def join_ranks(
             if backend == "nccl" and "NCCL_DEBUG" not in os.environ:
                 os.environ |= {"NCCL_DEBUG": "INFO", "NCCL_DEBUG_SUBSYS": "INIT,NET"}
                 os.environ.setdefault(_NCCL_LOG, f"{own_directory('nccl')[0]}/%p.log")
+        has_gloo = backend == "nccl" and os.environ.get(_SPLITS_GROUPS) == "1"
         dist.init_process_group(
-            backend,
+            "cpu:gloo,cuda:nccl" if has_gloo else backend,
             timeout=timeout,
             store=store,
             rank=rank,

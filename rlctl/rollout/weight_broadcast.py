@@ -65,9 +65,10 @@ class WeightBroadcast:
             RunFailure: a server does not join, or the group cannot be formed; nothing was sent.
         """
         self.close()
-        answers = [self._client.run(self._client.send(url, "/get_world_size")) for url in self._client.urls]
+        asked = [self._client.start(self._client.send(url, "/get_world_size")) for url in self._client.urls]
+        _all_done(asked, _CONNECT_S, _NOT_FORMED)
         with readable(" ".join(self._client.urls), "/get_world_size"):
-            sizes = [int(answer.json()["world_size"]) for answer in answers]
+            sizes = [int(answer.result().json()["world_size"]) for answer in asked]
         create: Callable[[int], _NcclGroup | _GlooGroup] = partial(_GlooGroup, self._client.urls)
         if self._device.type == "cuda":
             create = partial(_NcclGroup, self._device)

@@ -274,6 +274,22 @@ def own_engine_has_own_memory(spec: RunSpec) -> Problems:
 
 
 @spec_check
+def shards_fit_the_ranks(spec: RunSpec) -> Problems:
+    """`shard_size` needs sharded weights, and groups of equal size."""
+    size, engine = spec.engine.shard_size, spec.engine
+    if size is None:
+        return
+    if not (engine.name == "fsdp" or (engine.name == "deepspeed" and engine.zero_stage == 3)):
+        message = "only ZeRO-3 and FSDP2 shard the weights, of which this is an option"
+        yield error("engine.shard_size", message, f"{LEAVE_OUT}, or set engine.zero_stage: 3")
+    elif spec.world_size % size:
+        message = f"{spec.world_size} ranks cannot be divided into groups of {size}"
+        yield error(
+            "engine.shard_size", message, f"write {spec.trainer.n_gpus_per_node}, the ranks of a node"
+        )
+
+
+@spec_check
 def base_can_be_offloaded(spec: RunSpec) -> Problems:
     """`offload_base` needs frozen weights, and a colocated engine that frees its own copy between calls."""
     if not spec.engine.offload_base:

@@ -227,6 +227,7 @@ class _Estimate:
         if spec.needs_reference and (spec.ref.path or not spec.model.lora_rank):
             reference = size_at(spec.model, spec.ref.path) if spec.ref.path else policy
             parts.append(self._part("reference's weights", reference.num_parameters, self.width, 3))
+            parts += self._copy_of_group("reference's weights of a group", reference.num_parameters)
         for further in further_models(spec):
             parameters = size_at(spec.model, further.path).num_parameters
             parts.append(self._part(f"{further.role}'s weights", parameters, self.width, 3))
@@ -277,11 +278,18 @@ class _Estimate:
         for name, most, each in held:
             num_bytes = None if parameters is None else min(parameters, most) * each
             parts.append(MemoryPart(f"{whose}{name}", num_bytes))
-        return parts
+        return [*parts, *self._copy_of_group(f"{whose}weights of a group", parameters)]
+
+    def _copy_of_group(self, name: str, parameters: int | None) -> list[MemoryPart]:
+        """The second copy of the weights with `zero_hpz_partition_size`, in the engine's dtype."""
+        size = self.spec.engine.shard_size
+        if not size or self.spec.engine.name == "fsdp":
+            return []
+        return [MemoryPart(name, None if parameters is None else parameters * self.width / size)]
 
     def _part(self, name: str, parameters: int | None, width: int, sharded_from: int) -> MemoryPart:
         """A part of `width` bytes per parameter, sharded over the ranks from ZeRO stage `sharded_from` on."""
-        shards = self.spec.world_size if self.stage >= sharded_from else 1
+        shards = self.spec.engine.shards(self.spec.world_size) if self.stage >= sharded_from else 1
         return MemoryPart(name, None if parameters is None else parameters * width / shards)
 
     def _rows(self, model: ModelSpec, shape: Shape, micro: int) -> _Rows:

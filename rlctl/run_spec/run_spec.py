@@ -41,6 +41,11 @@ class EngineSpec(Section):
     sequence_parallel: int = Field(default=1, ge=1)
     """Number of ranks that share the tokens of each row (DeepSpeed-Ulysses), which reduces the activations
     per rank. Must divide the ranks of a node, and the model's attention and key heads."""
+    shard_size: Annotated[int | None, NullWord] = Field(default=None, ge=2)
+    """Number of consecutive ranks that share one copy of sharded weights, such as those of a node, which then
+    gather weights among themselves; with ZeRO-3 or FSDP2. null: all ranks. FSDP2 shards gradients and
+    optimizer states among as many ranks; DeepSpeed shards those among all ranks, and holds the copy besides
+    the sharded weights (`zero_hpz_partition_size`). Must divide the number of ranks."""
     deepspeed: JsonMapping = Field(default={})
     """Options merged into DeepSpeed's configuration unchanged: a mapping, or the path of a JSON file."""
 
@@ -55,6 +60,10 @@ class EngineSpec(Section):
         if self.name == "fsdp":
             return 3
         return self.zero_stage if self.dtype == "fp32" else max(self.zero_stage, 1)
+
+    def shards(self, world_size: int) -> int:
+        """Number of ranks among which weights, gradients and optimizer states are sharded."""
+        return self.shard_size if self.shard_size and self.name == "fsdp" else world_size
 
 
 class GuardrailsSpec(Section):

@@ -52,8 +52,9 @@ class ModelLoader:
     def frozen(self, path: str | None, key: str) -> FrozenModule:
         """A policy that is not trained; arguments and errors as of `other`."""
         spec, dtype = self.spec, DTYPES[self.spec.engine.dtype]
-        model = self.other(path, key, frozen_settings(dtype))
-        numbers: Any = {"dtype": dtype, "temperature": spec.rollout.temperature}
+        shard_size = spec.engine.shard_size
+        model = self.other(path, key, frozen_settings(dtype, shard_size))
+        numbers: Any = {"dtype": dtype, "temperature": spec.rollout.temperature, "shard_size": shard_size}
         if spec.engine.name == "fsdp":
             from rlctl.engine.fsdp import FsdpReference
 

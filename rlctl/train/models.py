@@ -142,6 +142,7 @@ def _training(spec: RunSpec, of: ActorSpec | CriticSpec) -> Settings:
         grad_clip=of.grad_clip,
         gradient_checkpointing=spec.model.enable_gradient_checkpointing,
         offload=spec.engine.offload,
+        shard_size=spec.engine.shard_size,
         more_config=spec.engine.deepspeed,
     )
 

@@ -36,6 +36,7 @@ from rlctl.track.console import Startup
 from rlctl.track.jsonl import METRICS_FILE
 from rlctl.track.run_dir import EARLIER, RunDir, claim_default_path, is_in_use, open_run_dir
 from rlctl.track.trust import sign, values_of
+from rlctl.train.open_files import allow_open_files
 from rlctl.train.preflight import check_trackers, local_sources, masked_values
 from rlctl.train.resume import compare_inputs, file_fingerprints, refuse_unsafe
 from rlctl.train.stop import Watchdog, catching_signals, end_process
@@ -105,7 +106,7 @@ def start_run(
     with open_run_dir(run_dir, resume=resume is not None, is_lost=_has_no_checkpoint) as opened:
         lines += [] if resume else _set_aside(opened)
         lines += compare_inputs(run_dir, "files", inputs, accepts=spec.trainer.accept_changed_inputs)
-        for line in lines:
+        for line in [*lines, *allow_open_files(spec)]:
             note(line)
         _record(opened, spec, note)
         note(f"run directory: {run_dir}")
@@ -234,6 +235,7 @@ def run_rank(
     """
     spec = RunSpec.model_validate(yaml.safe_load(spec_text))
     rank = int(os.environ.get("RANK", "0"))
+    allow_open_files(spec)
     timeout = seconds(spec.trainer.hang_timeout)
     per_node = spec.trainer.n_gpus_per_node
     watchdog = Watchdog(rank, spec.world_size, Path(run_dir), timeout, per_node)

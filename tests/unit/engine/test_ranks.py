@@ -129,9 +129,16 @@ def test_the_start_says_which_network_nccl_uses(tmp_path: Path, monkeypatch: pyt
     assert "Docker" in note
 
 
-def test_a_group_of_gpus_is_bound_to_its_device(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Without it NCCL connects in the first collective, and a barrier guesses the device."""
+@pytest.mark.parametrize(("splits", "backend"), [("", "nccl"), ("1", "cpu:gloo,cuda:nccl")])
+def test_a_group_of_gpus_is_bound_to_its_device(
+    monkeypatch: pytest.MonkeyPatch, splits: str, backend: str
+) -> None:
+    """Without it NCCL connects in the first collective, and a barrier guesses the device.
+
+    vLLM refuses to split a group without gloo.
+    """
     given = {}
+    monkeypatch.setenv("VLLM_DISTRIBUTED_USE_SPLIT_GROUP", splits)
     for name, value in {"RANK": "5", "LOCAL_RANK": "1", "WORLD_SIZE": "8", "RLCTL_ALONE": "1"}.items():
         monkeypatch.setenv(name, value)
     for name in ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"):
@@ -144,7 +151,7 @@ def test_a_group_of_gpus_is_bound_to_its_device(monkeypatch: pytest.MonkeyPatch)
     monkeypatch.setattr(dist, "is_initialized", lambda: False)
     monkeypatch.setattr(dist, "init_process_group", lambda backend, **how: given.update(how, backend=backend))
     join_ranks()
-    assert (given["backend"], given["device_id"]) == ("nccl", torch.device("cuda", 1))
+    assert (given["backend"], given["device_id"]) == (backend, torch.device("cuda", 1))
     assert (given["rank"], given["world_size"]) == (5, 8)
 
 

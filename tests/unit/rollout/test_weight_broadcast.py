@@ -3,6 +3,7 @@ failure."""
 
 from __future__ import annotations
 
+import asyncio
 import dataclasses
 import importlib.util
 import json
@@ -11,6 +12,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+import httpx
 import pytest
 import torch
 from torch import Tensor
@@ -287,3 +289,46 @@ def test_a_thread_that_waits_for_a_dead_server_does_not_hold_the_process(
     assert (thread.name, thread.daemon) == ("weights", True)
     never.set()
     assert random_model(1) is not None
+
+
+class ManyServers(server_client.ServerClient):
+    """A client of servers that answer a request when all of them have one."""
+
+    def __init__(self, count: int) -> None:
+        urls = [f"http://server-{number}" for number in range(count)]
+        super().__init__(urls, load_spec([], [], []).spec.rollout.server)
+        self.waiting = 0
+        self.together: list[str] = []
+
+    async def send(
+        self, url: str, path: str, body: Any = None, timeout: float | None = None
+    ) -> httpx.Response:
+        self.waiting += 1
+        while self.waiting % len(self.urls):
+            await asyncio.sleep(0.001)
+        if path not in self.together:
+            self.together.append(path)
+        return httpx.Response(200, json={"world_size": 2})
+
+
+@pytest.mark.parametrize("count", [1, 128])
+def test_all_servers_are_asked_at_the_same_time(count: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Servers that wait for one another would never answer requests that are sent in turn."""
+    client, sizes = ManyServers(count), []
+
+    class Group:
+        def __init__(self, urls: list[str], world_size: int) -> None:
+            self.world_size, self.meeting = world_size, dict[str, str]()
+            sizes.append(world_size)
+
+        def join(self) -> None: ...
+        def abort(self) -> None: ...
+
+    monkeypatch.setattr(weight_broadcast, "_GlooGroup", Group)
+    monkeypatch.setattr(weight_broadcast, "_CONNECT_S", 30.0)
+    broadcast = WeightBroadcast(client, None, torch.device("cpu"))  # type: ignore[arg-type]
+    broadcast.connect()
+    client.run(client.everywhere(lambda url: client.send(url, "/collective_rpc")))
+    assert sizes == [1 + 2 * count]
+    assert client.together == ["/get_world_size", "/init_weight_transfer_engine", "/collective_rpc"]
+    client.close()

@@ -345,8 +345,9 @@ def _check_ranks(spec: RunSpec) -> None:
                 where="trainer.n_gpus_per_node × trainer.nnodes",
                 fix="use the same number in the spec and in the launcher",
             )
-        rank, local_rank = int(os.environ["RANK"]), os.environ.get("LOCAL_RANK")
-        if local_rank is not None and int(local_rank) != rank % spec.trainer.n_gpus_per_node:
+        rank, local_rank = int(os.environ["RANK"]), int(os.environ.get("LOCAL_RANK", "0"))
+        # 0: also of a launcher that shows each rank one GPU.
+        if local_rank not in {0, rank % spec.trainer.n_gpus_per_node}:
             raise UsageError(
                 f"rank {rank} is number {local_rank} of its node: the ranks of a node are not consecutive",
                 where="trainer.n_gpus_per_node",

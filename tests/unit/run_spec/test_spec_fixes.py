@@ -39,7 +39,6 @@ VALUES: dict[str, list[str]] = {
     "engine.zero_stage": ["0", "1", "2", "3"],
     "engine.offload": ["none", "optimizer", "all"],
     "engine.offload_base": ["false", "true"],
-    "engine.shard_size": ["null", "2", "3"],
     "engine.deepspeed.zero_optimization.stage": ["1"],
     "rollout.name": ["hf", "vllm"],
     "rollout.mode": ["colocated", "server"],

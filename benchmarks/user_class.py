@@ -5,8 +5,9 @@
 Both sides play `guess_number` with the model that rlctl builds for it: 28 prompts x 16 episodes a step. One
 side is the shipped environment, in the trainer's process; the other one is the same class in a file of its
 own, in worker processes. Sides alternate, each in a process of its own; the ratio of each round is that of
-the medians of their steps behind the first three, in which workers start. `--fresh` adds a side with a
-process for every episode.
+the medians of their steps behind the first three, in which workers start. On a machine that others use the
+processor seconds of a step say more: those of all processes of a run, less those of a run of three steps.
+`--fresh` adds a side with a process for every episode.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ import argparse
 import inspect
 import json
 import os
+import resource
 import statistics
 import subprocess
 import sys
@@ -39,17 +41,30 @@ def write_class(folder: Path) -> str:
 
 
 def run(run_dir: Path, steps: int, *settings: str) -> dict[str, float]:
-    """Median of the seconds of a step, and means of an episode's seconds."""
+    """Median of the seconds of a step, its processor seconds, and means of an episode's seconds."""
+    short, _ = _trained(run_dir.with_name(f"{run_dir.name}-short"), 0, *settings)
+    long, rows = _trained(run_dir, steps, *settings)
+    means = {key: statistics.fmean(row[f"episode/seconds/{key}"] for row in rows) for key in SECONDS}
+    step = statistics.median(row["timing_s/step"] for row in rows)
+    return {"step": step, "processor": (long - short) / steps, **means}
+
+
+def _processor_seconds() -> float:
+    """Of all processes that have ended, and whose parents have waited for them."""
+    used = resource.getrusage(resource.RUSAGE_CHILDREN)
+    return used.ru_utime + used.ru_stime
+
+
+def _trained(run_dir: Path, steps: int, *settings: str) -> tuple[float, list[dict[str, float]]]:
+    """Processor seconds of a run, and the metrics of its steps behind the warm-up."""
     words = [sys.executable, "-m", "rlctl", "train", "-p", "guess-number", f"trainer.run_dir={run_dir}"]
     words += [f"trainer.total_training_steps={WARM_UP + steps}", "trainer.save_freq=-1", "trainer.logger=[]"]
     game = ensure_game(1)
     words += [f"model.path={game.model_dir}", f"data.train_files={game.train_file}"]
-    environment = os.environ | {"OMP_NUM_THREADS": "1"}
+    environment, begun = os.environ | {"OMP_NUM_THREADS": "1"}, _processor_seconds()
     subprocess.run([*words, *settings], env=environment, check=True, stdout=subprocess.DEVNULL)
     lines = [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text("utf-8").splitlines()]
-    rows = [line for line in lines if "timing_s/step" in line][WARM_UP:]
-    means = {key: statistics.fmean(row[f"episode/seconds/{key}"] for row in rows) for key in SECONDS}
-    return {"step": statistics.median(row["timing_s/step"] for row in rows), **means}
+    return _processor_seconds() - begun, [line for line in lines if "timing_s/step" in line][WARM_UP:]
 
 
 def main() -> None:
@@ -73,9 +88,10 @@ def main() -> None:
                     turn + 1, f"{side:>8}", *(f"{key} {value:.4f}" for key, value in one.items()), flush=True
                 )
     for side in list(sides)[1:]:
-        pairs = zip(found[side], found["shipped"], strict=True)
-        ratios = [ours["step"] / shipped["step"] for ours, shipped in pairs]
-        print(f"{side}: step over the shipped game's:", *(f"{ratio:.2f}" for ratio in ratios))
+        for key in ("step", "processor"):
+            pairs = zip(found[side], found["shipped"], strict=True)
+            ratios = [ours[key] / shipped[key] for ours, shipped in pairs]
+            print(f"{side}: {key} seconds over the shipped game's:", *(f"{ratio:.2f}" for ratio in ratios))
     if given.json:
         given.json.write_text(json.dumps(found, indent=1) + "\n")
 

@@ -23,6 +23,7 @@ from rlctl.run_spec.environment import is_agent
 
 if TYPE_CHECKING:
     from rlctl.batch import Task
+    from rlctl.environment.first_prompt import FirstPrompt
     from rlctl.environment.protocol import Environment, EnvironmentContext
     from rlctl.environment.renderer import ChatRenderer
     from rlctl.episodes import Episodes
@@ -258,6 +259,23 @@ class EpisodeSource:
                 error or why for error in errors[number * n : number * n + n]
             ]
         return replace(episodes, errors=errors)
+
+    def first_prompts(self, tasks: Sequence[Task], sampling: Sampling) -> list[FirstPrompt]:
+        """What the first turns of the tasks' episodes read; nothing is sampled.
+
+        Raises:
+            UsageError: a row names an environment that the spec does not, or one cannot be built.
+        """
+        from rlctl.environment.first_prompt import FirstPrompt, first_prompts
+
+        names = [self._name_of(task) for task in tasks]
+        found = {place: FirstPrompt(tuple(task.prompt_ids)) for place, task in enumerate(tasks)}
+        for name in set(names) - {SINGLE_TURN}:
+            places = [place for place, own in enumerate(names) if own == name]
+            environment = self._environment(name, sampling)
+            played = first_prompts(environment, [tasks[place] for place in places], self.spec)
+            found.update(zip(places, played, strict=True))
+        return list(found.values())
 
     def check(self, tasks: Iterable[Task]) -> None:
         """Checks the environments that rows choose, before anything is sampled.

@@ -248,12 +248,13 @@ def _cause(error: BaseException) -> str:
 
 def connected(target: str) -> Any:
     """A context with the client of a server: a URL, or a command line that it starts."""
-    from mcp import Client, StdioServerParameters
+    from mcp import Client, StdioServerParameters, stdio_client
 
     if target.startswith("http:"):
         return Client(target)
     program, *arguments = shlex.split(target)
-    return Client(StdioServerParameters(command=program, args=arguments, env=dict(os.environ), cwd=None))
+    parameters = StdioServerParameters(command=program, args=arguments, env=dict(os.environ), cwd=None)
+    return Client(stdio_client(parameters))  # mcp 2.0, which verifiers 0.4 requires, takes transports only
 
 
 async def _tools_of(target: str) -> list[Any]:

@@ -7,6 +7,7 @@ its own, under their limits.
 from __future__ import annotations
 
 import inspect
+import sys
 from collections.abc import Iterable
 from contextlib import closing
 from dataclasses import dataclass, field
@@ -14,7 +15,7 @@ from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any
 
 from rlctl.capabilities.sections import other_models, sections_on
-from rlctl.environment.build import SINGLE_TURN, TOOLS, build_environment
+from rlctl.environment.build import SINGLE_TURN, TOOLS, EpisodeSource, build_environment
 from rlctl.errors import EnvironmentFailure, Problem, SpecError, UsageError
 from rlctl.extras import TRAINING, MissingPackage, first_missing, missing_package, require
 from rlctl.model_files import looks_local
@@ -92,15 +93,13 @@ def check_first_row(spec: RunSpec, known: Iterable[Problem] = (), *, starts: boo
         _render(spec, row, reader, first_row)
     if grades:
         _check_reward(spec, row, reader and reader[0], first_row)
-    _check_environment(spec, reader and reader[0], first_row, starts=starts)
+    is_built = _check_environment(spec, reader and reader[0], first_row, starts=starts)
     if "environment.name" not in {problem.key for problem in first_row.problems}:
-        _has_needs(
-            rows,
-            spec.reward.model_copy(update={"terms": []}),
-            spec.environment,
-            "environment.name",
-            first_row,
-        )
+        of_reset = spec.reward.model_copy(update={"terms": []})
+        begins = _has_needs(rows, of_reset, spec.environment, "environment.name", first_row)
+        is_rendered = row is not None and reader and first_row.prompt
+        if is_built and begins and is_rendered and spec.environment.is_multi_turn:
+            _begin_episode(spec, row, reader[0], first_row)
     _list_unread(spec, first_row)
     return first_row
 
@@ -185,9 +184,44 @@ def _render(spec: RunSpec, row: Row, reader: tuple[Any, Any] | None, report: Fir
     except UsageError as error:
         report.refuse("data.train_files", error)
         return
-    report.checked.append(
-        f"the first prompt has {len(ids):,} tokens of at most {spec.data.max_prompt_length:,}"
-    )
+    if not spec.environment.is_multi_turn:  # else the environment adds to it
+        report.checked.append(_fitting(len(ids), spec))
+
+
+def _fitting(num_tokens: int, spec: RunSpec) -> str:
+    return f"the first prompt has {num_tokens:,} tokens of at most {spec.data.max_prompt_length:,}"
+
+
+def _begin_episode(spec: RunSpec, row: Row, tokenizer: Any, report: FirstRow) -> None:
+    """Begins the episode of the first row in its environment, up to what the policy reads first.
+
+    What fails here may be a server that is away for a moment: a warning.
+    """
+    from rlctl.data.prompts import PromptDataset
+    from rlctl.rollout.protocol import Sampling
+
+    options = spec.data.chat_template_kwargs
+    limits: dict[str, Any] = {"max_prompt_length": sys.maxsize, "filter_overlong": False}
+    [task] = PromptDataset([row], tokenizer, chat_template_kwargs=options, **limits).all_tasks()
+    try:
+        with closing(EpisodeSource.of(spec, tokenizer)) as source:
+            [prompt] = source.first_prompts([task], Sampling(spec.data.max_response_length))
+    except (UsageError, EnvironmentFailure) as error:
+        report.refuse("environment.name", error)
+        return
+    if prompt.problem:
+        message = f"the first row's episode failed before the policy could speak: {prompt.problem}"
+        fix = "such episodes are excluded; `rlctl environment test` plays more of them"
+        report.problems.append(Problem("warning", "environment.name", message, fix, row.where))
+        return
+    report.prompt = tokenizer.decode(prompt.token_ids)
+    length, limit = len(prompt.token_ids), spec.data.max_prompt_length
+    if length <= limit:
+        report.checked.append(_fitting(length, spec))
+        return
+    message = f"with what the environment adds, the first prompt has {length:,} tokens, more than {limit:,}"
+    fix = f"such episodes are excluded: raise it to {length} or more"
+    report.problems.append(Problem("warning", "data.max_prompt_length", message, fix, row.where))
 
 
 def _check_reward(spec: RunSpec, row: Row | None, tokenizer: Any, found: FirstRow) -> None:
@@ -269,14 +303,16 @@ def _known_sample(name: str, row: Row, tokenizer: Any) -> Sample:
     return Sample(response, *about, response_ids=ids)
 
 
-def _check_environment(spec: RunSpec, tokenizer: Any, report: FirstRow, *, starts: bool) -> None:
-    """Builds the environments, and says what they are."""
+def _check_environment(spec: RunSpec, tokenizer: Any, report: FirstRow, *, starts: bool) -> bool:
+    """Builds the environments, and says what they are; whether all could be built."""
+    is_built = True
     for name in dict.fromkeys((spec.environment.name, *spec.environment.others)):
         if name == SINGLE_TURN or (spec.is_embedded and name != TOOLS and not is_users_code(name)):
             continue
         package = _EXTRAS.get(name)
         if package and not starts and not find_spec(package):
             report.unchecked.append(f"{name}: the package {package} is not installed here")
+            is_built = False
             continue
         try:
             report.checked.append(f"{name}: {_described(spec, name, tokenizer)}")
@@ -284,9 +320,11 @@ def _check_environment(spec: RunSpec, tokenizer: Any, report: FirstRow, *, start
             if not (missing := missing_package(error)):
                 raise
             report.leave(name, missing)
+            is_built = False
         except (UsageError, EnvironmentFailure) as error:
             report.refuse("environment.name", error)
-            continue
+            is_built = False
+    return is_built
 
 
 def _described(spec: RunSpec, name: str, tokenizer: Any) -> str:

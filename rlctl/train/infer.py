@@ -6,13 +6,21 @@ spec: a resumed run does not infer again.
 
 from __future__ import annotations
 
+import inspect
+import os
+import sys
 from collections.abc import Iterable, Sequence
+from contextlib import closing
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, get_args
 
+from rlctl.environment.build import SINGLE_TURN, TOOLS, EpisodeSource
 from rlctl.errors import EnvironmentFailure, UsageError
 from rlctl.model_files import load_reader, model_directory
+from rlctl.registry import ENVIRONMENTS
 from rlctl.reward.thoughts import opens_thoughts
+from rlctl.run_spec.environment import is_agent
 from rlctl.run_spec.flags import Flags
 from rlctl.run_spec.load import LoadedSpec, load_spec
 from rlctl.run_spec.machine import Machine, gib
@@ -22,23 +30,30 @@ from rlctl.run_spec.placement import Placement
 from rlctl.run_spec.run_spec import RunSpec
 
 if TYPE_CHECKING:
+    from rlctl.batch import Task
     from rlctl.data.schema import Row
 
 BATCH, MINI_BATCH = "data.train_batch_size", "actor.ppo_mini_batch_size"
 PROMPT, RESPONSE = "data.max_prompt_length", "data.max_response_length"
+#: Only where episodes may have several turns.
+CONTEXT = "environment.context_length"
 MICRO_BATCH, STEPS = "actor.ppo_micro_batch_size_per_gpu", "trainer.total_training_steps"
 #: The keys that are inferred, in the order in which they are.
-INFERRED = (PROMPT, RESPONSE, BATCH, MINI_BATCH, MICRO_BATCH, STEPS)
+INFERRED = (PROMPT, RESPONSE, CONTEXT, BATCH, MINI_BATCH, MICRO_BATCH, STEPS)
 
 #: Most prompts per batch on GPUs and on CPUs; batches that an epoch should have at least.
 _LARGEST_BATCH, _LARGEST_BATCH_CPU, _SMALLEST_BATCH, _FEWEST_BATCHES = 128, 16, 8, 8
-#: Longest responses in tokens: by the grader of all terms, of thinking models, of others; most on CPUs.
+#: Longest responses in tokens: by the grader, of thinking models, of other graders with a GPU and without.
 _RESPONSES = {"exact": 256, "multiple_choice": 512, "code": 2048}
-_THINKING, _OTHERS, _MOST_ON_CPU = 8192, 1024, 256
+_THINKING, _OTHERS, _OTHERS_ON_CPU = 8192, 1024, 256
+#: A response has room for so many times the tokens of the longest known answer.
+_ROOM_FOR_ANSWER = 2
 #: Prompt limits are multiples of this many tokens.
 _ROUNDED_TO = 64
-#: Longest prompts by characters that are tokenised to find the longest one.
+#: Longest prompts by characters that are tokenised to find the longest one; likewise answers.
 _TOKENISED = 64
+#: Rows whose episodes begin, to see what the environment adds: of classes, and of agents and tasksets.
+_BEGUN, _BEGUN_AGENTS = 16, 2
 #: Sequences per pass that are tried on GPUs, and how much of a GPU's memory they may take; on CPUs.
 _MICRO_BATCHES, _MEMORY_SHARE, _MICRO_BATCH_CPU = (64, 32, 16, 8, 4, 2, 1), 0.8, 8
 #: Phases of `memory_parts` whose memory depends on the size of a pass.
@@ -106,12 +121,11 @@ def infer(spec: RunSpec, free: Iterable[str], machine: Machine, *, fetch: bool) 
     if not rows:
         return inferred
     reader = reader_of(spec, fetch=fetch)
-    longest, thinks = _longest_prompt(spec, rows, reader)
-    response, why = _response_limit(spec, thinks, machine)
-    limit, why_limit = -(-longest // _ROUNDED_TO) * _ROUNDED_TO, f"the longest prompt has {longest} tokens"
-    if reader is None:
-        why_limit = f"about {longest} tokens by the characters of the longest prompt: the model is not here"
-    elif context := _context(reader[1]):
+    longest = _longest_prompt(spec, rows, reader)
+    response, why = _response_limit(spec, rows, reader, machine, thinks=longest.thinks)
+    limit, why_limit = _rounded(longest.num_tokens), longest.why
+    context = _context(reader[1]) if reader else 0
+    if context:
         if response > context // 2:
             response, why = context // 2, f"half of the model's context of {context} tokens"
         if limit > context - response:
@@ -121,6 +135,8 @@ def infer(spec: RunSpec, free: Iterable[str], machine: Machine, *, fetch: bool) 
             )
     choose(PROMPT, limit, why_limit)
     choose(RESPONSE, response, why)
+    if spec.environment.is_multi_turn:
+        choose(CONTEXT, *_episode_length(spec, context))
     ranks = spec.world_size
     choose(BATCH, _batch_size(count, ranks, on_gpus=bool(machine.gpus)), f"of {count:,} rows")
     batch = spec.data.train_batch_size
@@ -167,20 +183,102 @@ def reader_of(spec: RunSpec, *, fetch: bool) -> tuple[Any, Any] | None:
     return reader
 
 
-def _longest_prompt(spec: RunSpec, rows: Sequence[Row], reader: tuple[Any, Any] | None) -> tuple[int, bool]:
-    """Tokens of the longest prompt, and whether the model thinks before it answers."""
-    from rlctl.data.prompts import Renderer
+@dataclass(frozen=True, slots=True)
+class _LongestPrompt:
+    """Of all rows.
+
+    Attributes:
+        num_tokens: that the first turn of an episode reads.
+        why: what they are.
+        thinks: the model thinks before it answers.
+    """
+
+    num_tokens: int
+    why: str
+    thinks: bool
+
+
+def _longest_prompt(spec: RunSpec, rows: Sequence[Row], reader: tuple[Any, Any] | None) -> _LongestPrompt:
+    from rlctl.data.prompts import PromptDataset
 
     by_length = sorted(rows, key=lambda row: -len(row.prompt_text))[:_TOKENISED]
+    options = spec.data.chat_template_kwargs
     if reader is None:  # two characters a token, and a template around it
-        thinks = spec.data.chat_template_kwargs.get("enable_thinking") is True
-        return len(by_length[0].prompt_text) // 2 + _ROUNDED_TO, thinks
-    renderer = Renderer(reader[0], spec.data.chat_template_kwargs)
-    texts = [renderer.text(row) for row in by_length]
-    switch = spec.data.chat_template_kwargs.get(
-        "enable_thinking", "enable_thinking" in str(reader[0].chat_template)
-    )
-    return max(map(len, renderer.encode(texts))), bool(switch) or opens_thoughts(texts[0])
+        about = len(by_length[0].prompt_text) // 2 + _ROUNDED_TO
+        without = " and without what the environment adds" * spec.environment.is_multi_turn
+        why = f"about {about} tokens by the characters of the longest prompt{without}: the model is not here"
+        return _LongestPrompt(about, why, options.get("enable_thinking") is True)
+    tokenizer = reader[0]
+    every = [*by_length, *_spread(rows, _BEGUN // 2)]
+    limits: dict[str, Any] = {"max_prompt_length": sys.maxsize, "filter_overlong": False}
+    tasks = PromptDataset(every, tokenizer, chat_template_kwargs=options, **limits).all_tasks()
+    switch = options.get("enable_thinking", "enable_thinking" in str(tokenizer.chat_template))
+    thinks = bool(switch) or opens_thoughts(tasks[0].text)
+    longest = max(len(task.prompt_ids) for task in tasks)
+    if spec.environment.is_multi_turn:
+        return _LongestPrompt(*_with_environment(spec, tokenizer, tasks, longest), thinks)
+    return _LongestPrompt(longest, f"the longest prompt has {longest} tokens", thinks)
+
+
+def _spread(rows: Sequence[Row], count: int) -> Sequence[Row]:
+    """So many of the rows, at equal distances."""
+    return rows[:: max(1, len(rows) // count)][:count]
+
+
+def _with_environment(spec: RunSpec, tokenizer: Any, tasks: Sequence[Task], of_rows: int) -> tuple[int, str]:
+    """The longest first prompt with tools and with what `reset` or an agent adds, and what it consists of.
+
+    What is added is measured on some rows; any of it may come with the longest row.
+
+    Args:
+        tasks: of the longest rows first, then of some others.
+        of_rows: tokens of the longest row.
+    """
+
+    def summary(added: int, without: str = "") -> tuple[int, str]:
+        longest = with_tools + added
+        parts = {"of tools": with_tools - of_rows, "of the environment": added}
+        words = [f"{count} {whose}" for whose, count in parts.items() if count > 0]
+        of_these = f", of these {' and '.join(words)}" if words else ""
+        left_out = f", without what the environment adds: {without}" if without else ""
+        return longest, f"the longest first prompt has {longest} tokens{of_these}{left_out}"
+
+    with_tools = of_rows
+    with closing(EpisodeSource.of(spec, tokenizer)) as source:
+        try:
+            with_tools = max(source.first_length(task) for task in tasks)
+            if "RANK" in os.environ:  # episodes need not begin alike on all ranks, and each infers for itself
+                return summary(0, "ranks could differ in it")
+            added, problem = _added(spec, source, tasks)
+        except (UsageError, EnvironmentFailure) as error:
+            return summary(0, error.what)
+    return summary(added, problem)
+
+
+def _added(spec: RunSpec, source: EpisodeSource, tasks: Sequence[Task]) -> tuple[int, str]:
+    """Most tokens that an episode reads beyond row and tools; 0 if none began, and why.
+
+    Raises:
+        UsageError, EnvironmentFailure: the environment cannot be built.
+    """
+    from rlctl.rollout.protocol import Sampling
+
+    names = (spec.environment.name, *spec.environment.others)
+    half = _BEGUN // 2
+    begun = [*tasks[:half], *tasks[-half:]] if all(map(_starts_fast, names)) else tasks[:_BEGUN_AGENTS]
+    prompts = source.first_prompts(begun, Sampling(spec.data.max_response_length))
+    more = [
+        len(prompt.token_ids) - source.first_length(task)
+        for task, prompt in zip(begun, prompts, strict=True)
+        if prompt.token_ids
+    ]
+    return (max(0, *more), "") if more else (0, prompts[0].problem)
+
+
+def _starts_fast(name: str) -> bool:
+    """Whether an episode begins by a call of `reset`, if any, and not by the start of a program."""
+    part = ENVIRONMENTS.part(name)
+    return name in {SINGLE_TURN, TOOLS} or (inspect.isclass(part.function) and not is_agent(part.function))
 
 
 def _context(config: Any) -> int:
@@ -188,14 +286,73 @@ def _context(config: Any) -> int:
     return int(getattr(config.get_text_config(), "max_position_embeddings", 0) or 0)
 
 
-def _response_limit(spec: RunSpec, thinks: bool, machine: Machine) -> tuple[int, str]:
-    names = {term.name for term in spec.reward.all_terms}
+def _response_limit(
+    spec: RunSpec,
+    rows: Sequence[Row],
+    reader: tuple[Any, Any] | None,
+    machine: Machine,
+    *,
+    thinks: bool,
+) -> tuple[int, str]:
+    """The limit of a response, or of a turn, by the reward and the answers of the rows."""
     if thinks:
         return _THINKING, "the model thinks before it answers"
-    if not machine.gpus:
-        return _MOST_ON_CPU, "longer responses are slow without a GPU"
-    known = [_RESPONSES.get(name, _OTHERS) for name in names] or [_OTHERS]
-    return max(known), f"for the reward {', '.join(sorted(names))}" if names <= _RESPONSES.keys() else "usual"
+    names = _graders(spec, rows)
+    others = _OTHERS if machine.gpus else _OTHERS_ON_CPU
+    limit = max([_RESPONSES.get(name, others) for name in names] or [others])
+    longest = _longest_answer(names, rows, reader)
+    if _ROOM_FOR_ANSWER * longest > limit:
+        return _rounded(_ROOM_FOR_ANSWER * longest), f"twice the longest answer, of {longest} tokens"
+    if names and names <= _RESPONSES.keys():
+        return limit, f"for the reward {', '.join(sorted(names))}"
+    return limit, "usual" if machine.gpus else "usual without a GPU, where longer responses are slow"
+
+
+def _graders(spec: RunSpec, rows: Sequence[Row]) -> set[str]:
+    """Names of the graders; `auto` stands for those of the rows' sources."""
+    from rlctl.reward.build import grader_for, named_grader
+
+    names = {term.name for term in spec.reward.all_terms}
+    if "auto" in names:
+        names.remove("auto")
+        sources = {row.data_source for row in rows if row.ground_truth}
+        names |= {named_grader(spec.reward.by_source, source) or grader_for(source) for source in sources}
+    return names
+
+
+def _longest_answer(graders: Iterable[str], rows: Sequence[Row], reader: tuple[Any, Any] | None) -> int:
+    """Tokens of the longest right response that a built-in grader knows from a row; 0: it knows none."""
+    from rlctl.reward.pool import is_ours
+    from rlctl.reward.trial import known_responses
+
+    longest = 0
+    by_length = sorted(rows, key=lambda row: -len(row.ground_truth))[:_TOKENISED]
+    for name in filter(is_ours, graders):
+        for row in by_length:
+            try:
+                known = known_responses(name, row.ground_truth) if row.ground_truth else None
+            except ValueError:  # which the check of the first row, and `rlctl reward`, report
+                continue
+            text = (known[0] if known else None) or ""
+            length = len(text) // 2 if reader is None else len(reader[0](text)["input_ids"])
+            longest = max(longest, length)
+    return longest
+
+
+def _episode_length(spec: RunSpec, context: int) -> tuple[int, str]:
+    """Most tokens of an episode's sequence: prompt and turns, as far as the model and its passes allow."""
+    turns, response = spec.environment.max_turns, spec.data.max_response_length
+    wanted = spec.data.max_prompt_length + turns * response
+    budgets = (spec.pass_tokens, spec.critic.ppo_max_token_len_per_gpu if spec.trains_critic else None)
+    most = min([wanted, *filter(None, (context, *budgets))])
+    if most < wanted:
+        limit = "the model's context" if most == context else "the token budget of a pass"
+        return most, f"{limit}; {turns} turns of {response} tokens would take {wanted}"
+    return wanted, f"the prompt and {turns} turns of {response} tokens, which outputs of tools share"
+
+
+def _rounded(num_tokens: int) -> int:
+    return -(-num_tokens // _ROUNDED_TO) * _ROUNDED_TO
 
 
 def _batch_size(num_rows: int, ranks: int, *, on_gpus: bool) -> int:

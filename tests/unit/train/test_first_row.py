@@ -43,7 +43,14 @@ NOT_READ = GAME.replace("secret: str", "level: int")
 ANY = GAME.replace("secret: str", "**row")
 NO_RESET = "class Game:\n    def get_reward(self) -> float:\n        return 0.0\n"
 NO_DOC = GAME.replace("            number: the guess\n", "")
-AGENT = "async def agent(task, base_url, api_key):\n    return 1.0\n"
+AGENT = """
+import json, urllib.request
+
+def agent(task, base_url, api_key):
+    body = json.dumps({"model": "policy", "messages": task["prompt"]}).encode()
+    headers = {"Authorization": f"Bearer {api_key}", "Content-Type": "application/json"}
+    urllib.request.urlopen(urllib.request.Request(f"{base_url}/chat/completions", body, headers))
+"""
 TWO = "async def agent(task):\n    return 1.0\n"
 
 
@@ -147,6 +154,27 @@ def test_an_environment_is_described(code, says, train) -> None:
     found = check(train(f"environment.name=AT/own.py:{kind}", "reward.terms=null", own=code))
     assert found.problems == []
     assert any(line.endswith(says) for line in found.checked)
+
+
+def test_the_first_prompt_is_the_one_of_the_environment(train) -> None:
+    values = train("environment.name=AT/own.py:Game", "reward.terms=null", own=GAME)
+    found = check([*values, "data.max_prompt_length=500"])
+    assert found.problems == []
+    assert "What is 1 + 1?guess" in found.prompt
+    assert '"name": "guess"' in found.prompt
+    length = len(found.prompt.encode())  # a token is a byte
+    assert any(f"has {length} tokens of at most 500" in line for line in found.checked)
+    [problem] = check([*values, f"data.max_prompt_length={length - 1}"]).problems
+    assert (problem.severity, problem.key) == ("warning", "data.max_prompt_length")
+    assert str(length) in str(problem.fix)
+
+
+def test_an_episode_that_cannot_begin_is_said_to(train) -> None:
+    code = GAME.replace('return "guess"', "raise ConnectionError('no server')")
+    found = check(train("environment.name=AT/own.py:Game", "reward.terms=null", own=code))
+    [problem] = found.problems
+    assert (problem.severity, problem.key) == ("warning", "environment.name")
+    assert "no server" in problem.what
 
 
 @pytest.mark.parametrize(

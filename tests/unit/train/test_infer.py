@@ -2,14 +2,23 @@
 
 from __future__ import annotations
 
+import json
 from dataclasses import replace
 from pathlib import Path
 
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
+import torch
 
+from rlctl.batch import Turn
+from rlctl.data.prompts import PromptDataset
+from rlctl.data.read import load_rows
+from rlctl.environment.build import EpisodeSource
 from rlctl.errors import SpecError, UsageError
+from rlctl.model_files import load_reader
+from rlctl.rollout.protocol import Request, Sampling
+from rlctl.run_spec.environment import EnvironmentSpec
 from rlctl.run_spec.flags import Flags
 from rlctl.run_spec.load import LoadedSpec, dump_spec, load_spec
 from rlctl.run_spec.machine import MACHINES, Machine
@@ -18,6 +27,8 @@ from tests.own_model import save_tiny_qwen2
 
 CPU = replace(MACHINES["1xh100"], name="cpu", gpus=0)
 CONTEXT = 512
+#: Without the key of episodes with several turns.
+INFERRED_ALWAYS = {*INFERRED} - {"environment.context_length"}
 
 
 def write(path: Path, questions: list[str]) -> Path:
@@ -51,7 +62,7 @@ def test_three_flags_are_a_spec_that_needs_no_machine(model, data, tmp_path) -> 
     loaded = load(Flags(str(model), [str(data)], ["maths"]))
     spec = loaded.spec
     assert (spec.model.path, spec.data.train_files, spec.reward.name) == (str(model), [str(data)], "maths")
-    assert {key for key, origin in loaded.origins.items() if origin.layer == "inferred"} == set(INFERRED)
+    assert {key for key, origin in loaded.origins.items() if origin.layer == "inferred"} == INFERRED_ALWAYS
     assert (spec.data.train_batch_size, spec.ppo_mini_batch_size) == (16, 16)
     assert spec.trainer.total_training_steps == 200 // 16
     assert spec.data.max_prompt_length % 64 == 0
@@ -104,6 +115,132 @@ def test_prompts_are_not_cut_and_both_limits_fit_the_context(model, tmp_path) ->
     assert load(short).spec.data.max_prompt_length == 64
 
 
+#: The template of the test's model has a switch for thoughts.
+PLAIN = "data.chat_template_kwargs.enable_thinking=false"
+LECTURER = """
+class Lecturer:
+    def reset(self, **row) -> str:
+        return "{more}"
+
+    def ask(self, question: str) -> str:
+        \"\"\"Asks.
+
+        Args:
+            question: {about}
+        \"\"\"
+        return "no"
+"""
+AGENT = """
+import json, urllib.request
+
+def agent(task, base_url, api_key):
+    messages = [{"role": "system", "content": "s" * 200}, *task["prompt"]]
+    body = json.dumps({"model": "policy", "messages": messages}).encode()
+    headers = {"Authorization": f"Bearer {api_key}", "Content-Type": "application/json"}
+    urllib.request.urlopen(urllib.request.Request(f"{base_url}/chat/completions", body, headers))
+"""
+
+
+class Silent:
+    """An engine whose turns are over at once."""
+
+    def __init__(self) -> None:
+        self.read: list[list[int]] = []
+
+    def sample(self, requests: list[Request], sampling: Sampling) -> list[Turn]:
+        self.read += [request.token_ids for request in requests]
+        end = torch.tensor([0])
+        return [Turn(end, torch.zeros(1), end, "stop") for _ in requests]
+
+
+def first_length(model: Path, name: str, data: Path) -> int:
+    """Tokens that the first turn of the longest row reads, as a run samples it."""
+    tokenizer, _ = load_reader(str(model), trust_remote_code=False)
+    rows = PromptDataset(load_rows([str(data)]), tokenizer, max_prompt_length=9999, filter_overlong=False)
+    source, engine = EpisodeSource(EnvironmentSpec(name=name), tokenizer, 99999), Silent()
+    try:
+        source.sample(engine, [(task, 0) for task in rows.all_tasks()], Sampling(8), 0)
+    finally:
+        source.close()
+    return max(map(len, engine.read))
+
+
+@pytest.fixture(scope="module")
+def large(tmp_path_factory) -> Path:
+    return Path(save_tiny_qwen2(tmp_path_factory.mktemp("large") / "tiny", context=8192))
+
+
+@pytest.mark.parametrize("more", [0, 150, 400])
+@pytest.mark.parametrize("about", [0, 300])
+def test_the_prompt_limit_holds_what_the_environment_adds(more, about, large, tmp_path) -> None:
+    data = write(tmp_path / "d.parquet", [f"What is {n} + 1?" for n in range(20)])
+    (tmp_path / "own.py").write_text(LECTURER.format(more="m" * more, about="a" * about + "."))
+    name = f"{tmp_path}/own.py:Lecturer"
+    loaded = load(Flags(str(large), [str(data)]), f"environment.name={name}")
+    needed = first_length(large, name, data)
+    assert needed <= loaded.spec.data.max_prompt_length < needed + 64
+    assert str(needed) in (loaded.origins["data.max_prompt_length"].name or "")
+
+
+def test_an_agents_own_prompt_counts(large, tmp_path) -> None:
+    data = write(tmp_path / "d.parquet", [f"What is {n} + 1?" for n in range(20)])
+    (tmp_path / "own.py").write_text(AGENT)
+    name = f"{tmp_path}/own.py:agent"
+    spec = load(Flags(str(large), [str(data)]), f"environment.name={name}").spec
+    needed = first_length(large, name, data)
+    assert needed > 200
+    assert needed <= spec.data.max_prompt_length < needed + 64
+
+
+def test_an_environment_that_fails_is_said_to(large, tmp_path) -> None:
+    data = write(tmp_path / "d.parquet", ["What is 1 + 1?"] * 20)
+    broken = LECTURER.format(more="m", about="a").replace('return "m"', 'raise ValueError("closed")')
+    (tmp_path / "own.py").write_text(broken)
+    loaded = load(Flags(str(large), [str(data)]), f"environment.name={tmp_path}/own.py:Lecturer")
+    assert "ValueError: closed" in (loaded.origins["data.max_prompt_length"].name or "")
+
+
+def test_ranks_that_a_launcher_started_infer_the_same(large, tmp_path, monkeypatch) -> None:
+    """Each infers for itself, and what `reset` returns may differ between processes."""
+    data = write(tmp_path / "d.parquet", ["What is 1 + 1?"] * 20)
+    (tmp_path / "own.py").write_text(LECTURER.format(more="m" * 500, about="a"))
+    monkeypatch.setenv("RANK", "1")
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    loaded = load(Flags(str(large), [str(data)]), f"environment.name={tmp_path}/own.py:Lecturer")
+    assert loaded.spec.data.max_prompt_length < 500
+    assert "without what the environment adds" in (loaded.origins["data.max_prompt_length"].name or "")
+
+
+def test_an_episode_has_room_for_its_turns(large, tmp_path) -> None:
+    data = write(tmp_path / "d.parquet", ["What is 1 + 1?"] * 20)
+    (tmp_path / "own.py").write_text(LECTURER.format(more="m", about="a"))
+    name = f"environment.name={tmp_path}/own.py:Lecturer"
+
+    def length(*values: str) -> tuple[int | None, int]:
+        spec = load(Flags(str(large), [str(data)]), PLAIN, *values).spec
+        turns = spec.environment.max_turns * spec.data.max_response_length
+        return spec.environment.context_length, spec.data.max_prompt_length + turns
+
+    found, wanted = length(name, "environment.max_turns=3")
+    assert found == wanted
+    assert length(name, "environment.max_turns=1000")[0] == 8192
+    assert length(name, "environment.context_length=700")[0] == 700
+    budget = "actor.ppo_max_token_len_per_gpu=1000"
+    assert length(name, budget, "environment.max_turns=1000")[0] == 1000
+    assert length()[0] is None
+
+
+def test_a_response_holds_the_longest_answer(large, tmp_path) -> None:
+    answer = "a" * 900
+    rows = [{"prompt": f"Copy it. {n}", "ground_truth": answer if n == 3 else "2"} for n in range(20)]
+    data = tmp_path / "copies.jsonl"
+    data.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    for machine in (CPU, MACHINES["1xh100"]):
+        loaded = load(Flags(str(large), [str(data)], ["exact"]), PLAIN, machine=machine)
+        assert 900 < loaded.spec.data.max_response_length <= 2048
+        assert "900" in (loaded.origins["data.max_response_length"].name or "")
+
+
 def test_the_response_limit_is_that_of_the_reward(model, data) -> None:
     def limit(*rewards: str, path: str = "a/b", machine: Machine = MACHINES["1xh100"]) -> int:
         return load(Flags(path, [str(data)], rewards), machine=machine).spec.data.max_response_length
@@ -112,6 +249,9 @@ def test_the_response_limit_is_that_of_the_reward(model, data) -> None:
     assert limit("maths") == 1024
     assert limit("exact", "code=0.5") == 2048
     assert limit("maths", machine=CPU) == 256
+    assert limit("exact", machine=CPU) == 256
+    assert limit("multiple_choice", machine=CPU) == 512
+    assert limit("code", machine=CPU) == 2048
 
 
 def test_a_thinking_model_gets_a_long_response(data) -> None:

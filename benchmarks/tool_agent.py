@@ -42,7 +42,7 @@ TEMPLATE = (
     f"{{% if message['role'] == 'assistant' %}}{EOS}{{% endif %}}"
     "{% endfor %}{% if add_generation_prompt %}A{% endif %}"
 )
-WARM_UP_STEPS, BATCH_SIZE = 400, 128
+WARM_UP_STEPS, BATCH_SIZE = 300, 64
 
 
 def shown(number: str, digit: str) -> str:
@@ -214,6 +214,7 @@ def main() -> None:
     options = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     options.add_argument("--seeds", type=int, nargs="+", default=[1, 2, 3])
     options.add_argument("--steps", type=int, default=40)
+    options.add_argument("--sides", nargs="+", choices=("search", "none"), default=["search", "none"])
     options.add_argument("--json", type=Path)
     given = options.parse_args()
     torch.set_num_threads(1)
@@ -223,13 +224,12 @@ def main() -> None:
             folder = Path(name) / str(seed)
             folder.mkdir()
             files, model = write_data(folder, seed), write_model(folder / "model", seed)
-            for tools in ("search", ""):
-                run_dir = folder / (tools or "without")
-                one = train(run_dir, model, files, seed, given.steps, tools)
-                found.append({"seed": seed, "tool": tools or "none", **one})
+            for tool in given.sides:
+                one = train(folder / tool, model, files, seed, given.steps, tool.replace("none", ""))
+                found.append({"seed": seed, "tool": tool, **one})
                 print(
                     seed,
-                    f"{tools or 'none':>6}",
+                    f"{tool:>6}",
                     *(f"{key} {value:.2f}" for key, value in one.items()),
                     flush=True,
                 )

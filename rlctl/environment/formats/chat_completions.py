@@ -17,6 +17,7 @@ from rlctl.environment.formats.protocol import (
     names,
     pieces,
     positive,
+    refuse_fields,
     stop_texts,
     takes_tools,
     text_in,
@@ -91,6 +92,7 @@ def _message(message: Any, where: str) -> Message:
 
 
 def _reply(message: Mapping[str, Any], text: str, where: str) -> Message:
+    refuse_fields(message, ("function_call",), where, "calls stand in tool_calls")
     calls = []
     given = message.get("tool_calls") or []
     if not isinstance(given, list):

@@ -16,6 +16,7 @@ from rlctl.environment.formats.protocol import (
     names,
     pieces,
     positive,
+    refuse_fields,
     stop_texts,
     text_in,
     tool_schema,
@@ -85,6 +86,7 @@ def _append(messages: list[Message], message: Any, where: str) -> None:
     role, content = message.get("role"), message.get("content")
     if role not in ("user", "assistant", "system"):
         raise wrong(f"{where}.role", f"{role!r} is neither user nor assistant")
+    refuse_fields(message, ("tool_calls", "function_call"), where, "calls are blocks tool_use of the content")
     where = f"{where}.content"
     blocks = content if isinstance(content, list) else [{"type": "text", "text": text_in(content, (), where)}]
     texts, calls, results = list[str](), list[tuple[str, str, Any]](), list[Message]()

@@ -7,7 +7,7 @@ the form that chat templates take, and writes a `ChatReply` in its own shape.
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
@@ -224,12 +224,30 @@ def tools_in(
         where: how the format names the place of a tool.
 
     Raises:
-        Refused: they are no list, or one of them is wrong.
+        Refused: they are no list, one of them is wrong, or two have one name.
     """
     tools = body.get("tools") or []
     if not isinstance(tools, list):
         raise wrong("tools", "give a list")
-    return [schema(tool, where.format(index)) for index, tool in enumerate(tools)]
+    schemas, seen = [], set[str]()
+    for index, tool in enumerate(tools):
+        schemas.append(schema(tool, where.format(index)))
+        name = schemas[-1]["function"]["name"]
+        if name in seen:
+            raise wrong(where.format(index), f"there is another tool of the name {name!r}")
+        seen.add(name)
+    return schemas
+
+
+def refuse_fields(message: Mapping[str, Any], fields: Iterable[str], where: str, instead: str) -> None:
+    """Refuses what stands in a message in another format's shape, which the policy would not read.
+
+    Raises:
+        Refused: one of the fields is there, and not empty.
+    """
+    for name in fields:
+        if message.get(name):
+            raise wrong(f"{where}.{name}", instead)
 
 
 def takes_tools(ignored: dict[str, Any]) -> bool:

@@ -18,6 +18,7 @@ from rlctl.environment.formats.protocol import (
     names,
     pieces,
     positive,
+    refuse_fields,
     takes_tools,
     text_in,
     tool_schema,
@@ -99,6 +100,7 @@ def _append_items(messages: list[Message], items: list[Any]) -> None:
         where = f"input[{place}]"
         if not isinstance(item, dict):
             raise wrong(where, "an item is an object")
+        refuse_fields(item, ("tool_calls", "function_call"), where, "calls are items function_call")
         kind, role = item.get("type") or "message", item.get("role")
         if kind == "reasoning":
             continue

@@ -137,7 +137,24 @@ def _bad() -> list[tuple[str, str, Any, str]]:
         "content": [{"type": "tool_result", "tool_use_id": "t", "content": block["content"]}],
     }
     calls = {"id": "call_y", "type": "function", "function": {"name": "add", "arguments": "{}"}}
+    tool = {"name": "add", "description": "a"}
+    twice = {
+        chat: [{"type": "function", "function": tool}] * 2,
+        messages: [tool | {"input_schema": {"type": "object", "properties": {}}}] * 2,
+        responses: [tool | {"type": "function"}] * 2,
+    }
+    with_calls = {"role": "assistant", "content": "a", "tool_calls": [calls]}
+    with_call = {"role": "assistant", "content": "a", "function_call": calls["function"]}
     return [
+        *((path, "a tool twice", body | {"tools": twice[path]}, "add") for path, (body, _) in KINDS.items()),
+        (
+            messages,
+            "calls of chat completions",
+            {"messages": [user, with_calls], "max_tokens": 9},
+            "tool_calls",
+        ),
+        (responses, "calls of chat completions", {"input": [user, with_calls, user]}, "tool_calls"),
+        (chat, "a call of older chat completions", {"messages": [user, with_call, user]}, "function_call"),
         (chat, "unknown field", {"messages": [user], "temprature": 0}, "temprature"),
         (messages, "unknown field", {"messages": [user], "max_tokens": 9, "max_token": 9}, "max_token"),
         (responses, "unknown field", {"input": "a", "messages": [user]}, "messages"),
@@ -377,6 +394,20 @@ def test_a_client_that_reconnects_in_a_stream_gets_the_same_answer(path: str, st
     assert "111" in found[2]
     assert len(engine.turns) == 2
     check_recorded(engine, episode, num_sequences=2)
+
+
+@pytest.mark.parametrize("path", KINDS)
+def test_nothing_is_answered_after_the_reward(path: str) -> None:
+    engine = ScriptedEngine(lambda _: "ok")
+
+    async def agent(_: Any, endpoint: Endpoint) -> Endpoint:
+        await post(endpoint, path, KINDS[path][0])
+        return endpoint
+
+    [episode], [endpoint] = play(engine, agent)
+    with pytest.raises(httpx.TransportError):
+        asyncio.run(post(endpoint, path, KINDS[path][0]))
+    assert (episode.error, len(engine.turns)) == ("", 1)
 
 
 @pytest.mark.parametrize("path", KINDS)

@@ -97,8 +97,8 @@ def check_first_row(spec: RunSpec, known: Iterable[Problem] = (), *, starts: boo
     if "environment.name" not in {problem.key for problem in first_row.problems}:
         of_reset = spec.reward.model_copy(update={"terms": []})
         begins = _has_needs(rows, of_reset, spec.environment, "environment.name", first_row)
-        is_rendered = row is not None and reader and first_row.prompt
-        if is_built and begins and is_rendered and spec.environment.is_multi_turn:
+        begins = begins and is_built and bool(first_row.prompt) and spec.environment.is_multi_turn
+        if begins and row is not None and reader:
             _begin_episode(spec, row, reader[0], first_row)
     _list_unread(spec, first_row)
     return first_row

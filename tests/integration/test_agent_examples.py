@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import json
+import subprocess
 import sys
 from pathlib import Path
 
@@ -41,6 +42,51 @@ def test_agents_of_packages_train(tmp_path: Path, package: str) -> None:
     [line] = runs.metrics(run)
     assert line["episode/num_failed"] == 0.0
     assert 1.0 <= line["episode/num_turns/mean"] <= 2.0
+    assert 0.0 <= line["critic/score/mean"] <= 1.0
+
+
+TASKSET = """
+import verifiers.v1 as vf
+
+__all__ = ["Sums"]
+
+
+class Sum(vf.TaskData):
+    answer: str
+
+
+class SumTask(vf.Task[Sum]):
+    @vf.reward
+    async def is_right(self, trace) -> float:
+        return float(self.data.answer in (trace.branches[-1].messages[-1].content or ""))
+
+
+class Sums(vf.Taskset[SumTask, vf.TasksetConfig]):
+    def load(self):
+        for number in range(4):
+            yield SumTask(Sum(answer=str(number + 1), prompt=f"{number}+1?"), self.config.task)
+"""
+
+
+def test_a_taskset_of_verifiers_trains(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("verifiers.v1", reason="verifiers is not installed")
+    (tmp_path / "sums_of_four.py").write_text(TASKSET)
+    monkeypatch.syspath_prepend(tmp_path)
+    rows = tmp_path / "tasks.jsonl"
+    subprocess.run([sys.executable, ROOT / "examples/verifiers_tasks.py", "4", rows], check=True)
+    model = save_tiny_qwen2(tmp_path / "model", context=512)
+    run = runs.train(
+        tmp_path / "run",
+        *("--model", str(model), "--data", str(rows), "-p", "rloo-seq-is"),
+        *("environment.name=verifiers", "environment.params.taskset=sums_of_four"),
+        *("environment.max_turns=2", "reward.terms=[]", "data.max_response_length=12"),
+        *("data.train_batch_size=2", "actor.ppo_mini_batch_size=2", "rollout.n=2", "engine.dtype=fp32"),
+        "trainer.total_training_steps=1",
+        env={"PYTHONPATH": str(tmp_path)},
+    )
+    [line] = runs.metrics(run)
+    assert line["episode/num_failed"] == 0.0
+    assert line["episode/num_turns/mean"] == 1.0
     assert 0.0 <= line["critic/score/mean"] <= 1.0
 
 

@@ -12,6 +12,14 @@ from typing import Any
 #: Longer texts are not parsed: they are tests of programs, not answers.
 MAX_CHARS = 20_000
 _ARRAY = re.compile(r"\s*(?:np\.|numpy\.)?array\(\s*(.*?)\s*(?:,\s*dtype=[^()\[\]]+)?\s*\)\s*", re.DOTALL)
+#: A number or text as NumPy 2 prints it within a list: `np.int64(7)`, `np.str_('7')`.
+_NUMPY_SCALAR = re.compile(r"\b(?:np|numpy)\.(?:u?int|float|str|bytes)\d*_?\(([^()]*)\)")
+#: An object as Python prints it: `frozenset({'7'})`, `tensor(7)`, `Decimal('7')`.
+_OBJECT = re.compile(
+    r"(?:(?:np|numpy|pd|torch|collections|decimal|fractions)\.\w+|frozenset|set|tuple|list|dict|OrderedDict|deque"
+    r"|Counter|defaultdict|Series|tensor|Decimal|Fraction)\(.*\)",
+    re.DOTALL,
+)
 #: A list of mappings; a mapping with a role.
 _MAPPINGS = re.compile(r"\s*(?:(?:np\.|numpy\.)?array\(\s*)?[\[(]\s*\{\s*['\"]")
 _ONE_MESSAGE = re.compile(r"\s*\{\s*['\"](?:role|from|content|value)['\"]\s*:")
@@ -92,11 +100,18 @@ def answer_in(text: str) -> Any:
         ValueError: it is a Python literal of another form, or begins like a list of texts and is none.
     """
     stripped = text.strip()
-    if len(text) > MAX_CHARS or not stripped or stripped[0] not in "[({an":
+    if len(text) > MAX_CHARS or not stripped:
         return text
+    if "np." in text or "numpy." in text:
+        stripped = _NUMPY_SCALAR.sub(r"\1", stripped)
     array = _ARRAY.fullmatch(stripped)
-    if stripped[0] in "an" and not array:
+    if not array and _OBJECT.fullmatch(stripped):
+        raise ValueError(f"a Python object as text, {stripped.partition('(')[0]}(…)")
+    is_scalar = stripped != text.strip() and stripped[0] not in "[({"
+    if not array and not is_scalar and stripped[0] not in "[({":
         return text
+    if stripped[0] == "[" and "]" not in stripped and _QUOTED.match(stripped):
+        raise ValueError("a list as text without its end")
     inner = array[1] if array else stripped
     is_quoted = _QUOTED.match(inner) and inner[-1] in "])}"
     try:
@@ -105,6 +120,8 @@ def answer_in(text: str) -> Any:
         if is_quoted or array:
             raise ValueError("a list as text that is neither JSON nor a Python literal") from None
         return text
+    if is_scalar and _is_scalar(value):
+        return value
     if isinstance(value, list | tuple) and all(_is_scalar(item) for item in value):
         return _element_or_list(text, inner, list(value), is_array=bool(array), is_quoted=bool(is_quoted))
     if (not is_quoted and not array) or _is_json(inner):

@@ -182,7 +182,8 @@ _SO = _any(
 #: An option that is chosen, or concluded.
 _CHOSEN = re.compile(
     rf"(?<!not )(?<!n't )\b{_CHOOSE}\b(?={_BLANKS}(?:(?:{_NOUN}|the){_BLANKS})?{_OPENING}{_LETTER})"
-    rf"|\b{_SO},?(?={_BLANKS}{_OPENING}{_LETTER}{_CLOSING}(?:[.,;!?\n]|\Z|(?i:or|and)\b|{_REASONS}\b))"
+    rf"|\b{_SO},?(?={_BLANKS}{_OPENING}(?:[a-j](?=\.?\s*\Z)|"
+    rf"{_LETTER}{_CLOSING}(?:[.,;!?\n]|\Z|(?i:or|and)\b|{_REASONS}\b)))"
 )
 #: Words that add an option to others.
 _ADDED = re.compile(r"\b(?i:also|equally|too|as well|so (?:is|does))\b")

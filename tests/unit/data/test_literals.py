@@ -88,6 +88,9 @@ def test_a_broken_conversation_is_an_error(text):
         ("('a', 'b')", '["a", "b"]'),
         ("array(['1', '2'], dtype=object)", '["1", "2"]'),
         ("array([1, 2])", '["1", "2"]'),
+        ("[np.int64(7)]", "7"),  # as NumPy 2 prints lists of its numbers
+        ("np.float64(7.5)", "7.5"),
+        ("[np.str_('a'), np.str_('b')]", '["a", "b"]'),
         ("[]", ""),
         # mathematics and JSON that graders read stay as they are
         ("[1, 2]", "[1, 2]"),
@@ -113,6 +116,10 @@ def test_answers_as_text(text, truth):
     "text",
     [
         "['7' '8']",
+        "['7'",
+        "frozenset({'7'})",
+        "tensor(7)",
+        "Decimal('7')",
         "{'answer': 7}",
         "{'a', 'b'}",
         "[['a'], ['b']]",

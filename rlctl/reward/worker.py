@@ -16,7 +16,7 @@ import resource
 import sys
 import time
 import traceback
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence, Set
 from dataclasses import dataclass
 from functools import partial
 from numbers import Real
@@ -309,7 +309,8 @@ def _of_lists(
 
 def _one_per_completion(values: Any, count: int) -> list[object]:
     """The numbers that a function of lists returned; raises `ValueError` if they are not `count`."""
-    found = list(values) if hasattr(values, "__iter__") and not isinstance(values, str) else []
+    is_ordered = hasattr(values, "__iter__") and not isinstance(values, str | Mapping | Set)
+    found = list(values) if is_ordered else []
     if len(found) != count:
         what = f"it returned {len(found)} numbers" if found else f"it returned {repr(values)[:200]}"
         raise ValueError(f"{what} for {count} completions: it must return one number per completion")

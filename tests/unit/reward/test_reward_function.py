@@ -394,6 +394,12 @@ def forgets_empty(completions, **kwargs):
 def always_one(completions, **kwargs):
     return [1.0]
 
+def by_number(completions, **kwargs):
+    return {number: 1.0 for number in range(len(completions))}
+
+def as_set(completions, **kwargs):
+    return {0.5 * len(one) for one in completions}
+
 def one_more(completions, **kwargs):
     return [1.0] * (len(completions) + 1)
 
@@ -465,6 +471,14 @@ def test_of_a_call_that_fails_no_response_is_graded_alone(trl):
         for grade in grades_of(f"{trl}:{name}", "a", "aaa", "", "aa"):
             assert f"{given} numbers for 4 completions" in grade.text
             assert grade.score is None
+
+
+@pytest.mark.parametrize("name", ["by_number", "as_set"])
+def test_what_has_no_order_is_no_list_of_scores(trl, name):
+    """The keys of a mapping were taken for scores."""
+    for grade in grades_of(f"{trl}:{name}", "a", "aa"):
+        assert "it must return one number per completion" in grade.text
+        assert grade.score is None
 
 
 def test_what_is_no_number_is_no_grade_of_that_response_only(trl):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -79,7 +80,7 @@ def _call(value: Any) -> ToolCall | None:
     if not isinstance(value, dict) or not isinstance(value.get("name"), str):
         return None
     arguments = value.get("arguments", value.get("parameters"))
-    is_empty = arguments is None or (isinstance(arguments, str) and not arguments.strip())
+    is_empty = arguments is None or (isinstance(arguments, str) and arguments.strip() in {"", "null"})
     if is_empty and value.keys() & {"arguments", "parameters"}:  # of a tool without parameters
         arguments = {}
     elif isinstance(arguments, str):
@@ -102,6 +103,13 @@ def _refused_constant(name: str) -> None:
     raise ValueError(f"{name} is not JSON")
 
 
+def _finite(digits: str) -> float:
+    number = float(digits)
+    if not math.isfinite(number):
+        raise ValueError(f"{digits[:20]} is too large")
+    return number
+
+
 def _without_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     found = dict(pairs)
     if len(found) < len(pairs):
@@ -109,8 +117,10 @@ def _without_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     return found
 
 
-#: Decoder of JSON as the standard has it: without NaN and infinity, and no key twice.
-JSON = json.JSONDecoder(parse_constant=_refused_constant, object_pairs_hook=_without_duplicates)
+#: Decoder of JSON as the standard has it: without NaN and infinity (also 1e999), and no key twice.
+JSON = json.JSONDecoder(
+    parse_constant=_refused_constant, parse_float=_finite, object_pairs_hook=_without_duplicates
+)
 
 
 def _values(text: str) -> list[Any] | None:

@@ -81,6 +81,7 @@ def test_calls_are_read(text: str, calls: list[ToolCall]) -> None:
         "[TOOL_CALLS]no thing",
         '<tool_call>{"name": "f", "arguments": {"n": NaN}}</tool_call>',
         '<tool_call>{"name": "f", "arguments": {"n": -Infinity}}</tool_call>',
+        '<tool_call>{"name": "f", "arguments": {"n": 1e999}}</tool_call>',
         '<tool_call>{"name": "f", "arguments": {"n": 1, "n": 2}}</tool_call>',
         '<tool_call>{"name": "f", "name": "g", "arguments": {"n": 1}}</tool_call>',
         '<tool_call>{"name": "f", "arguments": "{\\"n\\": 1, \\"n\\": 2}"}</tool_call>',
@@ -94,7 +95,7 @@ def test_a_call_that_cannot_be_read_is_named_to_the_policy(text: str) -> None:
     assert problem.startswith("a tool call must be JSON")
 
 
-@pytest.mark.parametrize("empty", ['""', '"  "', "null", "{}", '"{}"'])
+@pytest.mark.parametrize("empty", ['""', '"  "', "null", "{}", '"{}"', '"null"'])
 @pytest.mark.parametrize("key", ["arguments", "parameters"])
 def test_no_arguments_may_be_written_in_several_ways(empty: str, key: str) -> None:
     text = f'{{"name": "f", "{key}": {empty}}}'

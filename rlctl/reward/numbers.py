@@ -11,6 +11,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from decimal import Decimal
 from fractions import Fraction
+from functools import lru_cache
 from pathlib import Path
 
 from rlctl.reward import number_words
@@ -62,18 +63,25 @@ class Number:
 
 
 _NOTATIONS = tomllib.loads(Path(__file__).with_name("notations.toml").read_text(encoding="utf-8"))
-Replacements = list[tuple[re.Pattern[str], str]]
+#: Patterns, what replaces their matches, and what a text must contain in lower case for a match.
+Replacements = list[tuple[re.Pattern[str], str, str]]
 
 
 def replacements(key: str, flags: int = 0, form: str = "{}") -> Replacements:
     """The replacements of a key of `notations.toml`; `form` is what stands around each pattern."""
-    return [(re.compile(form.format(pattern), flags), text) for pattern, text in _NOTATIONS[key]]
+    entries = ((*entry, "")[:3] for entry in _NOTATIONS[key])
+    return [(re.compile(form.format(pattern), flags), text, needed) for pattern, text, needed in entries]
 
 
 def replaced(text: str, by: Replacements) -> str:
     """The text after all replacements, in their order."""
-    for pattern, shown in by:
-        text = pattern.sub(shown, text)
+    lower = text.lower()
+    for pattern, shown, needed in by:
+        if needed not in lower:
+            continue
+        changed = pattern.sub(shown, text)
+        if changed != text:
+            text, lower = changed, changed.lower()
     return text
 
 
@@ -283,6 +291,7 @@ def _fraction(decimal: re.Match[str]) -> str:
     return rf"\frac{{{value.numerator}}}{{{value.denominator}}}"
 
 
+@lru_cache(maxsize=64)  # a place of a response is read several times
 def plain(text: str) -> str:
     """Converts LaTeX and Markdown to plain text, as far as parsing numbers needs it."""
     text = _POWER_OF_TEN.sub(

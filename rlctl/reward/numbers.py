@@ -176,7 +176,8 @@ _UNIT = re.compile(
 _END = re.compile(r"[\s.$*%]*")
 #: Text after a number that is an operand, not a result.
 _OPERAND_OF = re.compile(
-    r"\s*(?:[A-Za-z]+(?:/[a-z]+)?\s+|[A-Za-z]+(?=/))?[)\]]*\s*(?:[-+*/×÷·^=]|x(?=[\s\d]))\s*[(\[$€£-]*\s*\.?\d|\(\s*\.?\d"
+    r"!(?=\)?\.)"  # a factorial, not the end of a sentence
+    r"|\s*(?:[A-Za-z]+(?:/[a-z]+)?\s+|[A-Za-z]+(?=/))?[)\]]*\s*(?:[-+*/×÷·^=]|x(?=[\s\d]))\s*[(\[$€£-]*\s*\.?\d|\(\s*\.?\d"
     r"|\s*[-+*/^]\s*[b-z](?![A-Za-z'’./])"
     r"|\s+(?:more|less|fewer|greater|smaller|larger) than\s+[$€£]?(?:\d|[a-z]\b)"
     r"|\s+(?:[a-z]+\s+)?(?:(?:off|away|short|shy|removed)\s+(?:from|of|by)|(?:above|below))\s+[$€£]?\d"

@@ -271,11 +271,13 @@ def diagnose(
     from rlctl.diagnose.readers.detect import read_run
     from rlctl.diagnose.readers.reader_files import BUILT_IN
     from rlctl.diagnose.rule import all_rules, examine, metrics_read
+    from rlctl.report.run_dumps import with_dumps
 
     path, own = _path_of(log, "log"), tuple(map(str, _listed(rules)))
     with _names_of_arguments():
         known = BUILT_IN.with_files(*(list(map(Path, _listed(names))) for names in (readers, maps)))
-        return examine(read_run(path, metrics_read(own), readers=known), all_rules(own))
+        run = read_run(path, metrics_read(own), readers=known)
+        return examine(with_dumps(run), all_rules(own))
 
 
 def _checked(kind: Any, value: object, *name: str) -> Any:

@@ -577,7 +577,8 @@ DIAGNOSIS_RULES = Registry(
     key="--rules",
     module="rlctl.diagnose.rules_samples rlctl.diagnose.rules_engines rlctl.diagnose.rules_update"
     " rlctl.diagnose.rules_weights rlctl.diagnose.rules_rejection rlctl.diagnose.rules_reward"
-    " rlctl.diagnose.rules_episodes rlctl.diagnose.rules_ratio rlctl.diagnose.rules_length",
+    " rlctl.diagnose.rules_episodes rlctl.diagnose.rules_ratio rlctl.diagnose.rules_length"
+    " rlctl.diagnose.rules_policy rlctl.diagnose.rules_dumps",
     takes="run",
     takes_params=False,
 )

@@ -31,8 +31,8 @@ def diagnose(
             metavar="PATH…",
             parser=run_path,
             help="Run directories (or parts of their names) or logs, of rlctl, verl, TRL, ms-swift, "
-            "LLaMA-Factory, OpenRLHF, slime, prime-rl, NeMo-RL, SkyRL, AReaL, torchforge, ROLL, Oat or "
-            "open-instruct; directories or ZIP archives of several; `-` for "
+            "LLaMA-Factory, OpenRLHF, slime, prime-rl, NeMo-RL, SkyRL, AReaL, torchforge, ROLL, Oat, "
+            "open-instruct or Tinker; directories or ZIP archives of several; `-` for "
             "standard input: one pasted step is enough.",
         ),
     ] = None,
@@ -98,6 +98,9 @@ def diagnose(
             "by number of replicas.",
         ),
     ] = False,
+    all_: Annotated[
+        bool, typer.Option("--all", help="Also list the rules that found nothing, and report healthy runs.")
+    ] = False,
     trust: Trust = False,
 ) -> None:
     """Report faults of a run, their causes, and settings to try.
@@ -134,27 +137,35 @@ def diagnose(
         if len(asked) > 1:
             message = "these are different questions"
             raise UsageError(message, where=" ".join(asked), fix=f"give one of {', '.join(asked)}")
-        refused = ("rules", "fix", "map_", "reader", *(() if who_sampled or sampler_test else ("fail_on",)))
+        refused = (
+            "rules",
+            "fix",
+            "map_",
+            "reader",
+            "all_",
+            *(() if who_sampled or sampler_test else ("fail_on",)),
+        )
         refuse_options(context, refused, f"applies to findings, and {asked[0]} computes none")
         answers = ask(asked[0], paths, output_format, out, trust=trust)
         raise typer.Exit(3 if fail_on and any(answer.fault for answer in answers) else 0)
-    refuse_options(context, ["trust"], "applies to --what-if and --who-sampled; without them no code runs")
     _check(paths, output_format, out, fix)
     from rlctl.diagnose.readers.reader_files import BUILT_IN
     from rlctl.diagnose.rule import all_rules, examine, metrics_read
+    from rlctl.report.run_dumps import with_dumps
 
     own = tuple(rules or ())
     applied = all_rules(own)
     wanted = metrics_read(own, with_others=output_format == "html")
     readers = BUILT_IN.with_files(reader or (), map_ or ())
     unreadable: list[UsageError] = []
-    diagnoses = [examine(run, applied) for run in _read_all(paths, wanted, readers, unreadable)]
+    runs = _read_all(paths, wanted, readers, unreadable)
+    diagnoses = [examine(with_dumps(run, trust=trust), applied) for run in runs]
     if not diagnoses:
         _report(unreadable[:-1])
         raise unreadable[-1]
     if fix is not None:
         _check_fix(fix, len(diagnoses))  # a path may hold several runs
-    _write(diagnoses, output_format, out)
+    _write(diagnoses, output_format, out, all_=all_)
     if fix is not None:
         _write_fix(diagnoses[0], fix)
     _report(unreadable)
@@ -217,20 +228,25 @@ def _check_fix(fix: Path, num_runs: int) -> None:
     check_free(fix)
 
 
-def _write(diagnoses: list[Diagnosis], output_format: DiagnosisFormat, out: Path | None) -> None:
+def _write(
+    diagnoses: list[Diagnosis], output_format: DiagnosisFormat, out: Path | None, *, all_: bool
+) -> None:
     from rlctl.cli.output import write_report
     from rlctl.diagnose.diagnosis_page import diagnosis_page
-    from rlctl.diagnose.diagnosis_report import as_markdown, diagnosis_document
+    from rlctl.diagnose.diagnosis_report import as_markdown, diagnosis_document, shown
     from rlctl.diagnose.output_text import print_diagnosis, print_overview
 
     def text(console: Console) -> None:
         if len(diagnoses) > 1:
             print_overview(console, diagnoses)
-        for index, diagnosis in enumerate(diagnoses):
+        for index, diagnosis in enumerate(shown(diagnoses, all_=all_)):
             console.print(end="\n" * (index or len(diagnoses) > 1))
-            print_diagnosis(console, diagnosis)
+            print_diagnosis(console, diagnosis, all_=all_)
 
-    pages = {"markdown": partial(as_markdown, diagnoses), "html": partial(diagnosis_page, diagnoses)}
+    pages = {
+        "markdown": partial(as_markdown, diagnoses, all_=all_),
+        "html": partial(diagnosis_page, diagnoses),
+    }
     write_report(output_format, out, text, partial(diagnosis_document, diagnoses), **pages)
 
 

@@ -16,6 +16,7 @@ from typing import Any, NamedTuple
 
 from rlctl import errors
 from rlctl.diagnose.finding import SEVERITIES, Evidence, Finding, Fix, Severity, Skipped
+from rlctl.diagnose.fixes import read_step
 from rlctl.diagnose.rule import Diagnosis
 from rlctl.diagnose.signals import steps_text
 from rlctl.diagnose.table import STDIN, RunLog
@@ -56,6 +57,7 @@ class RunReport:
     """A diagnosis as texts."""
 
     name: str  # path of the log, for display
+    todo: str  # the thing to do, in one line
     about: str  # steps, framework, experiment, model and dates, as far as they are known
     summary: str  # all findings in one line
     status: str  # as in `Diagnosis`
@@ -66,6 +68,8 @@ class RunReport:
     rules: tuple[tuple[str, str, str], ...]
     #: number of rules that lack metrics or steps, and what would enable them, in one line; may be empty
     skipped: str
+    #: rules whose metrics are logged, but not what they mean in this run: rule, and the fact that is missing
+    unjudged: tuple[tuple[str, str], ...] = ()
 
 
 def run_report(diagnosis: Diagnosis) -> RunReport:
@@ -86,6 +90,7 @@ def run_report(diagnosis: Diagnosis) -> RunReport:
     has_settings = any(fix.spec for finding in firsts for fix in finding.fixes)
     return RunReport(
         name=run_name(run),
+        todo=todo(diagnosis),
         about=", ".join(_about(run)),
         summary=_summary(diagnosis),
         status=diagnosis.status,
@@ -94,7 +99,28 @@ def run_report(diagnosis: Diagnosis) -> RunReport:
         commands=_commands(run) if has_settings else (),
         rules=tuple(rules),
         skipped=_skipped(diagnosis),
+        unjudged=tuple(
+            (skip.rule, _why_skipped(skip, run))
+            for skip in diagnosis.skipped
+            if skip.missing == (RUN_SPEC_FILE,)
+        ),
     )
+
+
+def todo(diagnosis: Diagnosis) -> str:
+    """The thing to do, in one line: the first remedy of the first finding, and that finding."""
+    first = next((one for one in diagnosis.findings if one.severity != "info"), None)
+    if first is None:
+        return (
+            "nothing to change" if diagnosis.status == "no warnings" else "log more: too little was checked"
+        )
+    best = first.fixes[0] if first.fixes else read_step(first.since)
+    pasted = settings(best, diagnosis.run)
+    if best.spec and pasted:
+        pasted = f"set {pasted}"
+    elif best.why:  # a key alone says nothing
+        pasted = ""
+    return f"{pasted or visible(best.why)} — because {visible(first.what)}"
 
 
 def _finding_report(first: Finding, diagnosis: Diagnosis) -> FindingReport:
@@ -280,12 +306,51 @@ def _finding_document(finding: Finding) -> dict[str, Any]:
     return {key: value for key, value in content.items() if key not in {"explains", "is_first"}}
 
 
-def as_markdown(diagnoses: Sequence[Diagnosis]) -> str:
-    """One section per run. Texts from a log are escaped: they are shown literally, and contain no links."""
-    return "\n".join(line for diagnosis in diagnoses for line in _markdown(run_report(diagnosis)))
+def overview(diagnoses: Sequence[Diagnosis]) -> str:
+    """Of several runs, how many are sick, and the thing to do first; one line."""
+    worst = by_severity(diagnoses)[0]
+    sick = sum(one.status in SEVERITIES for one in diagnoses)
+    if not sick:
+        return f"none of {len(diagnoses)} runs has a warning"
+    return f"{sick} of {len(diagnoses)} runs are sick; begin with {run_name(worst.run)}: {todo(worst)}"
 
 
-def _markdown(report: RunReport) -> Iterator[str]:
+def by_severity(diagnoses: Sequence[Diagnosis]) -> list[Diagnosis]:
+    """The sickest first; of equal ones, in their order."""
+    order = (*SEVERITIES[:2], "insufficient data", "no warnings")
+    return sorted(diagnoses, key=lambda one: order.index(one.status))
+
+
+def shown(diagnoses: Sequence[Diagnosis], *, all_: bool) -> list[Diagnosis]:
+    """Those that a report describes: a single run, and of several the sick ones, or all."""
+    ordered = by_severity(diagnoses)
+    return ordered if all_ or len(ordered) == 1 else [one for one in ordered if one.status in SEVERITIES]
+
+
+def as_markdown(diagnoses: Sequence[Diagnosis], *, all_: bool = False) -> str:
+    """One section per run that is `shown`, after a table of several.
+
+    Texts from a log are escaped: they are shown literally, and contain no links.
+    """
+    lines: list[str] = []
+    if len(diagnoses) > 1:
+        headings = ("run", "logged by", "steps", "status", "first finding")
+        rows = [tuple(map(plain, overview_row(one))) for one in by_severity(diagnoses)]
+        lines = [f"**{plain(overview(diagnoses))}**\n", *table(headings, rows), ""]
+    for diagnosis in shown(diagnoses, all_=all_):
+        lines += _markdown(run_report(diagnosis), all_=all_)
+    return "\n".join(lines)
+
+
+def overview_row(diagnosis: Diagnosis) -> tuple[str, str, str, str, str]:
+    """Log, program, number of steps, status, and first finding of a run."""
+    first = diagnosis.findings[0].what if diagnosis.findings and diagnosis.status in SEVERITIES else ""
+    run = diagnosis.run
+    return run_name(run), run.framework, str(len(run.table.steps)), diagnosis.status, visible(first)
+
+
+def _markdown(report: RunReport, *, all_: bool) -> Iterator[str]:
+    yield f"**{plain(report.todo)}**\n"
     yield f"## {plain(report.name)}\n"
     yield f"{report.about[:1].upper()}{report.about[1:]}. **{report.summary}**\n"
     yield from (f"> {plain(note)}\n" for note in report.notes)
@@ -301,8 +366,9 @@ def _markdown(report: RunReport) -> Iterator[str]:
         yield ""
     yield from (f"{code(command)}\n" for command in report.commands)
     rows = [(name, word, plain(text)) for word, name, text in report.rules if word in {"found", "ok"}]
-    if rows:
+    if rows and all_:
         yield from table(("rule", "checked", ""), rows)
         yield ""
+    yield from (f"Not judged: {name}: {plain(why)}\n" for name, why in report.unjudged)
     if report.skipped:
         yield f"{plain(report.skipped)}\n"

@@ -216,6 +216,9 @@ def other_grader(run: RunLog) -> Iterator[Fix]:
 FIND_THE_CAUSE = by_hand("compare the two engines: `rlctl diagnose mismatch --model PATH`")
 
 
+PROVE_THE_SYNC = by_hand("prove the weight sync: `rlctl train --prove-sync` with this spec")
+
+
 def read_step(step: int | None) -> Fix:
     """Advice for a finding that no change is known for."""
     where = "the first step" if step is None else f"step {step:,}"

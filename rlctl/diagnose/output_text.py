@@ -10,8 +10,15 @@ import numpy as np
 from numpy.typing import NDArray
 from rich.text import Text
 
-from rlctl.diagnose.diagnosis_report import FindingReport, run_name, run_report, visible
-from rlctl.diagnose.finding import SEVERITIES, Evidence
+from rlctl.diagnose.diagnosis_report import (
+    FindingReport,
+    by_severity,
+    overview,
+    overview_row,
+    run_report,
+    visible,
+)
+from rlctl.diagnose.finding import Evidence
 from rlctl.diagnose.rule import Diagnosis
 from rlctl.diagnose.spec_patch import SpecPatch
 from rlctl.diagnose.table import RunLog, Series
@@ -33,27 +40,26 @@ _NEXT_TO_CHART = 38
 
 
 def print_overview(console: Console, diagnoses: Sequence[Diagnosis]) -> None:
-    """Prints one line per run: its log, its steps, its status, and its first finding."""
+    """Prints how many runs are sick and what to do first, then one line per run, the sickest first."""
+    console.print(Text(overview(diagnoses), style="bold"), soft_wrap=True)
+    console.print()
     rows: list[list[str | Text]] = []
-    for diagnosis in diagnoses:
-        worst = diagnosis.findings[0].what if diagnosis.findings and diagnosis.status in SEVERITIES else ""
-        status = Text(diagnosis.status, style=_STYLES[diagnosis.status])
-        rows.append(
-            [
-                run_name(diagnosis.run),
-                diagnosis.run.framework,
-                str(len(diagnosis.run.table.steps)),
-                status,
-                worst,
-            ]
-        )
+    for diagnosis in by_severity(diagnoses):
+        *about, status, first = overview_row(diagnosis)
+        rows.append([*about, Text(status, style=_STYLES[status]), first])
     headings = ("run", "logged by", "steps", "status", "first finding")
     print_table(console, headings, rows, right=range(2, 3), whole=range(3, 4))
 
 
-def print_diagnosis(console: Console, diagnosis: Diagnosis) -> None:
-    """Prints first events with what they explain, then the rules that were checked and those skipped."""
+def print_diagnosis(console: Console, diagnosis: Diagnosis, *, all_: bool = False) -> None:
+    """Prints the thing to do, then first events with what they explain.
+
+    Args:
+        all_: print also a line per rule that was checked, or not applied.
+    """
     report = run_report(diagnosis)
+    console.print(Text(report.todo, style="bold"), soft_wrap=True)
+    console.print()
     console.print(Text.assemble((report.name, "bold"), f": {report.about}"), soft_wrap=True)
     for note in report.notes:
         console.print(Text(f"note: {note}", style="yellow"), soft_wrap=True)
@@ -64,14 +70,19 @@ def print_diagnosis(console: Console, diagnosis: Diagnosis) -> None:
     for command in report.commands:
         console.print(Text(f"  {command}", style="cyan"), soft_wrap=True)
     console.print()
-    checked = [(word, name, text) for word, name, text in report.rules if word in {"found", "ok"}]
-    width = max((len(name) for _, name, _ in checked), default=0)
-    for word, name, text in checked:
-        console.print(Text.assemble(f"{word:<9}{name:<{width}}  ", (text, "dim")), soft_wrap=True)
+    for name, why in report.unjudged:
+        console.print(Text(f"not judged: {name}: {why}", style="yellow"), soft_wrap=True)
     if report.skipped:
         console.print(Text(report.skipped, style="yellow"), soft_wrap=True)
-    if others := [name for word, name, _ in report.rules if word == "n/a"]:
-        console.print(Text(f"n/a: {', '.join(others)}", style="dim"), soft_wrap=True)
+    if all_:
+        _print_rules(console, report.rules)
+
+
+def _print_rules(console: Console, rules: Sequence[tuple[str, str, str]]) -> None:
+    """Prints a line per rule: what came of it, and its healthy state, or why it was not applied."""
+    width = max((len(name) for _, name, _ in rules), default=0)
+    for word, name, text in rules:
+        console.print(Text.assemble(f"{word:<9}{name:<{width}}  ", (text, "dim")), soft_wrap=True)
 
 
 def _print_finding(console: Console, finding: FindingReport, run: RunLog) -> None:

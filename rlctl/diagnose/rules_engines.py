@@ -9,7 +9,7 @@ import numpy as np
 
 from rlctl.diagnose import fixes as fix
 from rlctl.diagnose import thresholds as th
-from rlctl.diagnose.finding import Severity, Skipped
+from rlctl.diagnose.finding import Evidence, Severity, Skipped, Sure
 from rlctl.diagnose.rule import Detection, Rule, detect_crossing, of_crossing
 from rlctl.diagnose.signals import (
     change_evidence,
@@ -19,11 +19,13 @@ from rlctl.diagnose.signals import (
     lasting_change,
     steps_text,
 )
-from rlctl.diagnose.table import RunLog, Series
+from rlctl.diagnose.table import DumpEvidence, RunLog, Series
 from rlctl.diagnose.thresholds import Levels
 
 _ENTROPY, _FAILED = "actor/entropy", "reward/error_fraction"
 _TRAINING_PPL, _ROLLOUT_PPL = "rollout_corr/training_log_ppl", "rollout_corr/rollout_log_ppl"
+
+_LENGTHS = ("response_length/min", "response_length/mean", "response_length/max")
 
 LOG_PROB_MISMATCH = Levels(th.LOG_PROB_GAP.key, (("warning", 0.03), ("critical", 0.15)), relative=True)
 #: Levels of |log(mean −log π of the samples / entropy)|, which is 0 where the samples are draws from π.
@@ -50,6 +52,8 @@ FAR_LOG_PROBS = Levels(th.LOG_PROB_GAP.key, (("warning", 0.5),))
 #: Factor by which a gap of any kind must not grow, and the size, in nats per token, from which it counts
 #: where the gap includes the policy's own progress.
 TENFOLD, GROWN_NATS = 10.0, 0.01
+#: The part of the log-ratio that only engine and trainer explain, and the share from which it explains a gap.
+ENGINE_PART, MOSTLY_ENGINE = "rollout_corr/split/engine", 0.5
 _APART = "trained and sampling policy are {worst:.3g} nats per token apart {where}"
 _NO_CASCADE = fix.by_hand(
     "disable the engine's cascade attention, or upgrade the engine",
@@ -111,7 +115,7 @@ def probability_gap(run: RunLog) -> Detection | Skipped | None:
 @Rule(
     "policy-gap", fixes=(fix.gentler, fix.correct_tokens),
     one_of=(th.KL.key, th.K3.key, th.LOG_PROB_GAP.key),
-    uses=(*th.STALENESS, fix.RATE),
+    uses=(*th.STALENESS, fix.RATE, "rollout_corr/split/<part>"),
 )  # fmt: skip
 def policy_gap(run: RunLog) -> Detection | Skipped | None:
     """Sampling and trained policy are close."""
@@ -130,9 +134,35 @@ def policy_gap(run: RunLog) -> Detection | Skipped | None:
     if crossed is None or crossed.severity == "info":
         return _growing_gap(run) or (of_crossing(crossed, _APART) if crossed else _not_judged(run))
     found = of_crossing(crossed, _APART)
+    if not run.gap_is_mismatch and engine_share(run) >= MOSTLY_ENGINE:
+        series = run.table.series(crossed.key)
+        found = _of_implementations(run, found, series, crossed.severity == "critical")
+        doubt = "most of it was measured between engine and trainer, but not where it comes from"
+        return replace(found, sure=("medium", doubt))
     if not run.gap_is_mismatch:
-        return found
+        return found if crossed.key == th.KL.key else _doubted_of_few(run, found)
     return _of_implementations(run, found, run.table.series(crossed.key), crossed.severity == "critical")
+
+
+def engine_share(run: RunLog) -> float:
+    """Share of the squared log-ratio that is between engine and trainer; 0 where the parts are not logged."""
+    parts = {key: run.table.series(key).values for key in run.table.matching("rollout_corr/split/<part>")}
+    sizes = {key: max(0.0, float(values.mean())) for key, values in parts.items() if len(values)}
+    total = sum(sizes.values())
+    return sizes.get(ENGINE_PART, 0.0) / total if total > 0.0 else 0.0
+
+
+def _doubted_of_few(run: RunLog, found: Detection) -> Detection:
+    """A remark instead, where a few rows show a distance that stale samples may have and no age is known."""
+    count = max(len(run.table.series(one.metric)) for one in found.evidence)
+    has_age = any(len(run.table.series(key)) for key in th.STALENESS)
+    if count >= th.MIN_STEPS or has_age:
+        return found
+    cause = "stale samples, the updates on a batch, or a difference of the two programs"
+    doubt = "a few rows show neither how old the samples are nor whether the distance grows"
+    missing = f"{th.STALENESS[1]} would show whether staleness explains it"
+    remark = replace(found, severity="info", cause=cause, fixes=())
+    return remark.with_doubt(("low", doubt), missing)
 
 
 def _growing_gap(run: RunLog) -> Detection | None:
@@ -178,9 +208,10 @@ def _not_judged(run: RunLog) -> Skipped | None:
 
 
 @Rule(
-    "sampled-otherwise", needs=(_TRAINING_PPL, _ROLLOUT_PPL, _ENTROPY), uses=(_FAILED,),
+    "sampled-otherwise", needs=(_TRAINING_PPL, _ROLLOUT_PPL, _ENTROPY, *_LENGTHS), uses=(_FAILED,),
     signal="mean −log π of the samples (`rollout_corr/training_log_ppl`) over `actor/entropy`, if they "
-    f"differ by {SAMPLED_NATS:g} nats and both sides agree on the log-probs",
+    f"differ by {SAMPLED_NATS:g} nats and both sides agree on the log-probs; what the lengths of responses "
+    "may explain is subtracted",
     fixes=(
         fix.by_hand("give the engine the trainer's temperature, and no generation config"), fix.FIND_THE_CAUSE
     ),
@@ -191,8 +222,17 @@ def sampled_otherwise(run: RunLog) -> Detection | Skipped | None:
     The mean of −log π over draws from π is its entropy. The ratio ρ does not show a temperature that the
     engine applies and does not report: both log-probs are right, but the samples come from another
     distribution.
+
+    The entropy is a mean over tokens, −log π one over responses. With lengths from l to h and their mean m,
+    the mean over tokens is at least l/m and at most h/m times the mean over responses, because −log π is
+    never negative. Of this interval, the value that is nearest to the entropy is compared.
     """
-    steps, (ours, theirs, entropy) = run.table.aligned(_TRAINING_PPL, _ROLLOUT_PPL, _ENTROPY)
+    steps, (ours, theirs, entropy, *lengths) = run.table.aligned(
+        _TRAINING_PPL, _ROLLOUT_PPL, _ENTROPY, *_LENGTHS
+    )
+    shortest, mean, longest = (np.maximum(each, 1.0) for each in lengths)
+    scale = np.clip(entropy / np.maximum(ours, SURE_NATS), shortest / mean, longest / mean)
+    ours, theirs = scale * ours, scale * theirs
     nats = ours - entropy
     # Where the log-probs differ too, other rules apply; only one of the means includes failed samples.
     counts = (np.abs(nats) > SAMPLED_NATS) & (np.abs(ours - theirs) < SAMPLED_GAP * np.abs(nats))
@@ -231,14 +271,31 @@ def missing_log_probs(run: RunLog) -> Detection | None:
 
 
 @Rule(
-    "sampler-log-probs", needs=(_LOG_WEALTH,), uses=(_GUARANTEED,),
+    "sampler-log-probs", uses=(_LOG_WEALTH, _GUARANTEED),
     fixes=(
-        fix.by_hand("prove the weight sync: `rlctl train --prove-sync` with this spec"),
+        fix.PROVE_THE_SYNC,
         fix.by_hand("find the tokens: `rlctl diagnose RUN --who-sampled`"),
     ),
 )  # fmt: skip
-def sampler_log_probs(run: RunLog) -> Detection | None:
+def sampler_log_probs(run: RunLog) -> Detection | Skipped | None:
     """The sampler draws with the log-probs that it reports."""
+    has_dumps = run.dumps is not None and bool(run.dumps.sampler)
+    if not len(run.table.series(_LOG_WEALTH)) and not has_dumps:
+        return Skipped("not logged", (_LOG_WEALTH,))
+    return _by_log(run) or (_by_dumps(run.dumps) if run.dumps and run.dumps.accuses_sampler else None)
+
+
+def _by_dumps(dumps: DumpEvidence) -> Detection:
+    """Reports what the test of the dumped rollouts says."""
+    seen = Evidence("dumped rollouts", f"{dumps.num_tokens:,} tokens (`rlctl diagnose RUN --sampler-test`)")
+    if not dumps.no_guarantee:
+        return Detection("critical", dumps.sampler, (seen,), since=dumps.alarm_step, is_first=True)
+    sure: Sure = ("medium", dumps.no_guarantee)
+    return Detection("warning", dumps.sampler, (seen,), sure=sure, since=dumps.alarm_step)
+
+
+def _by_log(run: RunLog) -> Detection | None:
+    """Reports the largest wealth of the log."""
     steps, (log_wealth, guaranteed) = run.table.aligned(_LOG_WEALTH, _GUARANTEED)
     if not len(steps):
         series = run.table.series(_LOG_WEALTH)

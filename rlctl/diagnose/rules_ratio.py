@@ -25,9 +25,9 @@ _VISIBLE = 0.01
 #: Part → its name, its cause, and the changes that make it smaller.
 _PARTS: dict[str, tuple[str, str, Callable[[RunLog], tuple[Fix, ...]]]] = {
     "engine": (
-        "the engine's kernels and precision",
-        "engine and trainer compute other log-probs with the same weights",
-        lambda run: (*fix.same_precision(run), fix.FIND_THE_CAUSE),
+        "between engine and trainer, with weights that should be the same",
+        "the engine has other weights than it says, or computes otherwise: kernels, precision",
+        lambda run: (fix.PROVE_THE_SYNC, fix.FIND_THE_CAUSE, *fix.same_precision(run)),
     ),
     "kept_set": (
         "the truncation of sampling",

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
 
@@ -24,7 +25,7 @@ from rlctl.diagnose.signals import (
     longest_true,
     rises,
 )
-from rlctl.diagnose.table import RunLog, Series, Table, ends
+from rlctl.diagnose.table import COUNTED, RunLog, Series, Table, ends
 from rlctl.metric_names import OVERLONG, key_pattern
 
 _ERRORS = "reward/error_fraction"
@@ -36,6 +37,8 @@ ALL_LOST, HALF_LOST = 0.9, 0.5
 #: Single rewards of a sum; rows below which a change counts only if every row shows it, and fewest rows; rise
 #: of one, as a share of its largest value, and fall of another, as a share of its start.
 _TERM, TERM_ROWS, FEWEST_ROWS, TERM_MOVE, TERM_LOSS = "reward/<term>/mean", 15, 3, 0.2, 0.4
+#: Names of rewards for the form of a response.
+_FORMAT = re.compile(r"format|pars(?:e|ing|able)|tags?\b|xml", re.IGNORECASE)
 #: Temperatures above and below which samples are random, and all the same.
 HOT, COLD = 1.4, 0.6
 _TOO_COLD = "samples of a prompt are nearly equal, so they give little to compare"
@@ -70,6 +73,8 @@ HACKING_GAP: tuple[tuple[Severity, float], ...] = (("warning", 0.15), ("critical
 #: is nearly all of them.
 AT_LIMIT = 0.995
 NEARLY_ALL = 0.9
+#: Share of responses that are cut off, from which equal rewards and a reward that falls are its consequence.
+MOSTLY_CUT = 0.5
 #: Share of the steps on which every response is cut off.
 ALL_TRUNCATED: tuple[tuple[Severity, float], ...] = (("warning", 0.05), ("critical", 0.3))
 
@@ -174,7 +179,8 @@ def _equal_groups(run: RunLog) -> tuple[Severity, str, Evidence, NDArray[np.int6
         if crossed is None:
             return None
         message = (
-            f"{crossed.worst:.0%} of the groups have equal rewards, {{which}}: no gradient {crossed.where}"
+            f"{crossed.worst:.0%} of the groups have equal rewards, {{which}}, and teach nothing "
+            f"{crossed.where}"
         )
         inside = (series.steps >= crossed.first_step) & (series.steps <= crossed.last_step)
         severity = crossed.severity if len(series) >= th.MIN_STEPS else "warning"
@@ -184,7 +190,7 @@ def _equal_groups(run: RunLog) -> tuple[Severity, str, Evidence, NDArray[np.int6
     share = len(equal) / len(series)
     if not is_frequent(series.values == 0.0):
         return None
-    message = f"on {share:.0%} of the steps all groups have equal rewards, {{which}}: no gradient"
+    message = f"on {share:.0%} of the steps all groups have equal rewards, {{which}}, and teach nothing"
     seen = evidence_over(equal, th.GROUP_STD, f"exactly 0 on {len(equal):,} of {len(series):,} step(s)")
     is_critical = len(series) >= th.MIN_STEPS and share >= th.ZERO_SPREAD.tiers[-1][1]
     return "critical" if is_critical else "warning", message, seen, equal, int(equal[0])
@@ -421,6 +427,41 @@ def _move(series: Series) -> Change | None:
 
 
 @Rule(
+    "no-format", needs=(th.SCORE,), uses=(_TERM,),
+    thresholds=f"— / on every step / on {ZERO_REWARD_STEPS} steps",
+    fixes=(
+        fix.by_hand("read stored responses, and compare them with the form that the grader reads"),
+        fix.by_hand(
+            "show the form in the prompt, or train on a few examples of it first; check the chat template "
+            "and the stop tokens"
+        ),
+    ),
+)  # fmt: skip
+def no_format(run: RunLog) -> Detection | Skipped | None:
+    """Responses have the form that the grader reads."""
+    score = run.table.series(th.SCORE)
+    named = {
+        match["term"]: run.table.series(key)
+        for key in run.table.matching(_TERM)
+        if (match := key_pattern(_TERM).fullmatch(key)) and _FORMAT.search(match["term"])
+    }
+    if not named:
+        return Skipped("no reward for the form of responses is logged", (_TERM,))
+    never = [term for term, series in named.items() if len(series) and not series.values.any()]
+    # A penalty for the form is 0 where the form is right: then something else would have to be negative.
+    if not never or len(never) < len(named) or np.median(score.values[-th.WINDOW :]) >= 0.0:
+        return None
+    term, series = never[0], named[never[0]]
+    key = _TERM.replace("<term>", term)
+    message = f"no response gets the reward {term}, and the mean reward is {score.values[-1]:.2g}"
+    seen = (
+        evidence_over(series.steps, key, "exactly 0 on these steps"),
+        evidence_over(score.steps, th.SCORE, f"{np.median(score.values):.3g} (median)"),
+    )
+    return Detection("critical" if len(series) >= ZERO_REWARD_STEPS else "warning", message, seen)
+
+
+@Rule(
     "temperature", facts=("temperature",), needs=(th.SCORE,), min_steps=th.MIN_STEPS,
     uses=(th.BEST, th.WORST, th.ZERO_SPREAD.key),
     thresholds=f"— / > {HOT:g} and nearly all wrong, or < {COLD:g} and half of the groups equal / —",
@@ -465,7 +506,7 @@ def truncated(run: RunLog) -> Detection | Skipped | None:
         message = "{worst:.1%} of the responses are cut off at the length limit {where}"
         found = detect_crossing(run, th.TRUNCATED, message)
         typical = float(np.median(run.table.series(th.TRUNCATED.key).values))
-        return found and replace(found, explains=None if typical >= NEARLY_ALL else ())
+        return found and replace(found, explains=None if typical >= MOSTLY_CUT else ())
     if limit is None:
         return Skipped("neither the share of cut off responses nor the limit is known", (th.TRUNCATED.key,))
     full = series.steps[series.values >= AT_LIMIT * limit]
@@ -481,10 +522,24 @@ def truncated(run: RunLog) -> Detection | Skipped | None:
     return Detection(reached[-1], message, (seen,), could_not_check=(unknown,), explains=explains)
 
 
+def _late_and_low(run: RunLog, series: Series) -> Detection | None:
+    """Rewards near the worst one in a log that begins after `FLAT_STEPS` steps: little was learned before."""
+    if COUNTED in run.notes or series.steps[0] < FLAT_STEPS or run.reward_span is None:
+        return None
+    typical, (low, high) = float(np.median(series.values[: th.WINDOW])), run.reward_span
+    if typical >= low + NEARLY_NONE * (high - low) or typical <= low:
+        return None
+    message = f"after {series.steps[0]:,} steps the mean reward is {typical:.2g}, near the worst of {low:.2g}"
+    seen = [evidence_over(series.steps[: th.WINDOW], th.SCORE, f"{typical:.3g} of {low:.3g} to {high:.3g}")]
+    if len(validation := run.validation):
+        seen.append(evidence_over(validation.steps, th.VALIDATION, f"{validation.values[-1]:.3g}"))
+    return Detection("warning", message, tuple(seen))
+
+
 @Rule(
-    "flat-reward", needs=(th.SCORE,), uses=(th.BEST, th.WORST), min_steps=FLAT_ROWS,
+    "flat-reward", needs=(th.SCORE,), uses=(th.BEST, th.WORST),
     thresholds=f"mostly right, or range unknown / over {FLAT_STEPS} steps, or {FLAT_STEPS_UNKNOWN} where the "
-    "range is not logged / —",
+    f"range is not logged; a log from step {FLAT_STEPS} on: in the lowest {NEARLY_NONE:.0%} of it / —",
     fixes=(
         fix.larger("actor.lr", "raise the learning rate"),
         fix.by_hand("grade some stored answers by hand; check that samples come from the updated weights"),
@@ -493,6 +548,10 @@ def truncated(run: RunLog) -> Detection | Skipped | None:
 def flat_reward(run: RunLog) -> Detection | Skipped | None:
     """The reward moves in a long run."""
     series, span = run.table.series(th.SCORE), run.likely_span
+    if found := _late_and_low(run, series):
+        return found
+    if len(series) < FLAT_ROWS:
+        return Skipped(f"a flat reward counts from {FLAT_ROWS} rows", needs_steps=FLAT_ROWS)
     steps = int(series.steps[-1] - series.steps[0])
     if steps > LONGEST_INTERVAL * len(series):
         steps = len(series) - 1

@@ -13,19 +13,22 @@ from rlctl.diagnose import thresholds as th
 from rlctl.diagnose.facts import DECIMALS, is_rounded
 from rlctl.diagnose.finding import Evidence, Fix, Severity, Skipped, Sure
 from rlctl.diagnose.rule import Detection, Rule, crossings, of_crossing, worst_of
+from rlctl.diagnose.rules_engines import MOSTLY_ENGINE, engine_share
 from rlctl.diagnose.signals import (
     Crossing,
+    change_evidence,
     crossing,
     evidence_over,
     is_frequent,
     longest_true,
+    rises,
     rolling_median,
     smoothed,
     spikes,
     steps_text,
     trend,
 )
-from rlctl.diagnose.table import COUNTED, RunLog, Series
+from rlctl.diagnose.table import COUNTED, RunLog, Series, ends
 from rlctl.diagnose.thresholds import Levels
 
 _NORM, _LOSS, _PPO_KL, _LR = th.GRAD_NORM.key, "actor/pg_loss", "actor/ppo_kl", "actor/lr"
@@ -135,6 +138,8 @@ def large_updates(run: RunLog) -> Detection | Skipped | None:
         return Skipped("one update per batch moves the policy after everything is measured")
     if run.facts.bypass_mode and _are_stale(run):
         return Skipped("the samples are stale")
+    if key == th.K3.key and engine_share(run) >= MOSTLY_ENGINE:
+        return Skipped("most of the log-ratio is between engine and trainer, and not of the updates")
     sizes = np.abs(series.values)
     if _ignores_the_rate(run, Series(series.steps, sizes)):
         return Skipped("the figure does not depend on the learning rate, so it is not of the updates")
@@ -385,7 +390,7 @@ def _not_the_start(run: RunLog, series: Series, level: float) -> str:
 
 @Rule(
     "reference-drift", thresholds=th.REF_KL[0], one_of=tuple(levels.key for levels in th.REF_KL),
-    uses=(_KL_COEF,),
+    uses=(_KL_COEF, *th.REWARDS),
     not_applicable=lambda run: (
         "the KL to the reference is not penalized" if _penalty_coefficient(run) == 0.0 else ""
     ),
@@ -400,6 +405,12 @@ def reference_drift(run: RunLog) -> Detection | None:
     evidence = tuple(one.evidence for one in crossed)
     if how := _not_the_start(run, run.table.series(worst.key), worst.worst):
         sure: Sure = ("high", "updates move a policy away from its start, not towards it or before them")
+        score = run.table.series(th.SCORE)
+        if len(score) >= th.MOVE_STEPS and not (
+            run.has_gained or run.has_learned or rises(run.table, th.SCORE)
+        ):
+            how += ", and the reward does not gain"
+            evidence += (change_evidence(th.SCORE, *ends(score.values), score.steps),)
         return replace(
             drifted, what=f"{drifted.what}, {how}", evidence=evidence, cause=_OTHER_START, sure=sure,
             fixes=(_SAME_START,), is_first=True, explains=("flat-reward",),

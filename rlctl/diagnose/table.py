@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, Literal, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -137,6 +138,34 @@ class LoggedException:
 
 
 @dataclass(frozen=True, slots=True)
+class DumpEvidence:
+    """What a run's dumped rollouts show, with its kept weights."""
+
+    #: of the test of the sampler's log-probs: its conclusion, empty where it was not possible; whether it
+    #: accuses the sampler; the first step that does; why an alarm has no guarantee, or empty
+    sampler: str = ""
+    accuses_sampler: bool = False
+    alarm_step: int | None = None
+    no_guarantee: str = ""
+    #: Σ(ρ − 1)/√Σ(ρ − 1)², and the mean of ρ; NaN where they are not known
+    z: float = math.nan
+    mean_ratio: float = math.nan
+    num_tokens: int = 0
+    #: of the comparison with the kept weights: its conclusion, empty where it was not possible; the fault
+    #: (`never delivered`, `late`, `base`, `unknown`) or empty; what to do
+    who_sampled: str = ""
+    wrong_sampler: str = ""
+    fix: str = ""
+
+
+class LoggedWarning(NamedTuple):
+    """A line that warns of something that will end the run."""
+
+    text: str
+    line: int  # in the log, from 1
+
+
+@dataclass(frozen=True, slots=True)
 class RunLog:
     """The log of one run, as the rules read it."""
 
@@ -152,6 +181,8 @@ class RunLog:
     #: fact → where it comes from, one clause: `the configuration in the log`, …; for every known fact
     fact_origins: Mapping[str, str] = field(default_factory=dict)
     exception: LoggedException | None = None  # the exception at the end of the log
+    warnings: tuple[LoggedWarning, ...] = ()  # lines that warn of a disk that is nearly full
+    dumps: DumpEvidence | None = None  # None: no rollouts, or they were not read
     unread: tuple[str, ...] = ()  # names in the log that match no known metric, sorted
 
     @property

@@ -124,6 +124,14 @@ GAP_RULES = (
 #: Rules of what a damaged policy does, without and with those of its length.
 REWARD_RULES = (
     *("reward-fell", "zero-reward", "zero-spread-groups", "zero-advantages", "no-gradient", "truncated"),
-    *("entropy", "entropy-rise", "flat-reward", "reward-hacking", "reward-terms"),
+    *(
+        "entropy",
+        "entropy-rise",
+        "flat-reward",
+        "reward-hacking",
+        "reward-terms",
+        "random-tokens",
+        "no-format",
+    ),
 )
 COLLAPSE_RULES = (*REWARD_RULES, "length-collapse", "length-growth")

@@ -21,7 +21,13 @@ from rlctl.diagnose.readers.printed_blocks import (
     pairs,
     printed_number,
 )
-from rlctl.diagnose.readers.printed_content import FirstError, PrintedRows, Row, keep_settings
+from rlctl.diagnose.readers.printed_content import (
+    FirstError,
+    PrintedRows,
+    Row,
+    keep_settings,
+    keep_warning,
+)
 from rlctl.diagnose.readers.reader_files import UNKNOWN, RowForm
 from rlctl.diagnose.readers.reading import LogReading
 from rlctl.diagnose.table import Framework
@@ -275,6 +281,7 @@ class ConsoleReader:
         if "te" in text and text.rstrip()[-1:] in ":0123456789" and (match := _NEXT_IS_STEP.search(text)):
             self._next_step = int(match[1])
         self._settings(text)
+        keep_warning(text, self._line, self._reading.warnings)
         self._exception.take(text, self._line)
 
     def _settings(self, text: str) -> None:

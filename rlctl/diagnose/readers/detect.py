@@ -32,7 +32,7 @@ from rlctl.track.trust import spec_or_note
 _KNOWN_LOGS = (
     "name a run directory, or a log: metrics.jsonl, trainer_state.json, files of TensorBoard or W&B, what "
     "verl, TRL, ms-swift, LLaMA-Factory, OpenRLHF, slime, prime-rl, NeMo-RL, SkyRL, AReaL, torchforge, "
-    "ROLL, Oat or open-instruct print, or a table of steps (CSV, JSONL, Parquet, or with pipes)"
+    "ROLL, Oat, open-instruct or Tinker print, or a table of steps (CSV, JSONL, Parquet, or with pipes)"
 )
 _PASTED = (
     "paste a line of metrics as the trainer prints it, a printed dictionary, `name: value` lines, or a table "
@@ -140,6 +140,7 @@ def _read_log(log: Log, metrics: MetricFilter, notes: Sequence[str]) -> RunLog:
         facts=facts,
         fact_origins=fact_origins,
         exception=reading.exception,
+        warnings=tuple(reading.warnings),
         unread=unread,
     )
 

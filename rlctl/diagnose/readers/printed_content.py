@@ -16,16 +16,16 @@ from typing import Any
 
 from rlctl.diagnose.readers.collect import STEP_KEYS, Collector
 from rlctl.diagnose.readers.reading import LogReading
-from rlctl.diagnose.table import COUNTED, Framework, LoggedException
+from rlctl.diagnose.table import COUNTED, Framework, LoggedException, LoggedWarning
 
 Row = dict[str, float | None]
 
-#: A printed dictionary is a trainer's row only with one of these keys, or several known names with `/`;
-#: graders and data loaders print dictionaries without them.
+#: A printed dictionary is a trainer's row only with one of these keys, several known names with `/`, or many
+#: known names; graders and data loaders print dictionaries without them.
 _TRAINER_KEYS = frozenset(
     {*STEP_KEYS, "epoch", "loss", "train_loss", "eval_loss", "grad_norm", "learning_rate", "lr"}
 )
-_MANY_PATHS = 3
+_MANY_PATHS, _MANY_NAMES = 3, 5
 #: Keys that occur in configurations as well as in rows.
 _SETTINGS = frozenset({"learning_rate", "lr"})
 _OF_ANY_ROW = frozenset({*STEP_KEYS, "epoch"})
@@ -84,7 +84,9 @@ class PrintedRows:
         if step is not None and any(map(self.wants, names)):
             return self.add("numbered dictionary", {**row, "step": step})
         known = [name for name in names if self.wants(name) or name.startswith("eval_")]
-        is_trainers = not names.isdisjoint(_TRAINER_KEYS) or sum("/" in name for name in known) >= _MANY_PATHS
+        paths = sum("/" in name for name in known)
+        is_many = paths >= _MANY_PATHS or (paths > 0 and len(known) >= _MANY_NAMES)
+        is_trainers = is_many or not names.isdisjoint(_TRAINER_KEYS)
         if not (known and is_trainers):
             return False
         step_key = next((key for key in self._reading.collector.step_keys if key in row), "")
@@ -211,10 +213,18 @@ _EXCEPTION = re.compile(
 #: Ends that are no exceptions, and errors of launchers; see the file.
 _ENDS = tomllib.loads(Path(__file__).with_name("ends.toml").read_text(encoding="utf-8"))
 _DEATH = re.compile("|".join([*_ENDS["died"], f"(?P<stop>{'|'.join(_ENDS['stopped'])})"]))
+#: Warnings of a disk that is nearly full; at most so many are kept.
+_DISK, _MOST_WARNINGS = re.compile("|".join(_ENDS["disk"])), 1000
 #: Exceptions of a run that was stopped from outside.
 _STOPS = frozenset({"KeyboardInterrupt", "SignalException"})
 _LONGEST = 500
 _LINES_BETWEEN = 200
+
+
+def keep_warning(text: str, line: int, warnings: list[LoggedWarning]) -> None:
+    """Adds to `warnings` what a line says of a disk that is nearly full."""
+    if "full" in text and len(warnings) < _MOST_WARNINGS and (match := _DISK.search(text)):
+        warnings.append(LoggedWarning(match.group().strip(), line))
 
 
 class FirstError:

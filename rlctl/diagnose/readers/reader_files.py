@@ -45,7 +45,7 @@ _DIRECTORY = Path(__file__).parent / "frameworks"
 #: Built-in files; the first framework of those that match a log equally well is used.
 _BUILT_IN = (
     *("verl", "rlctl", "trl", "openrlhf", "slime", "prime_rl", "nemo_rl", "trl_async", "trl_ppo"),
-    *("ms_swift", "llama_factory", "skyrl", "areal", "torchforge", "roll", "oat", "open_instruct"),
+    *("ms_swift", "llama_factory", "skyrl", "areal", "torchforge", "roll", "oat", "open_instruct", "tinker"),
 )
 #: What `names` lead to besides canonical metrics: the step.
 STEP = "step"

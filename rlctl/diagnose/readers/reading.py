@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 from rlctl.diagnose.facts import Config, configured_facts
 from rlctl.diagnose.readers.collect import Collected, Collector
 from rlctl.diagnose.readers.reader_files import MetricFilter, NamedMetric, Reader, Readers
-from rlctl.diagnose.table import Facts, Framework, LoggedException, MetricOrigin, Table
+from rlctl.diagnose.table import Facts, Framework, LoggedException, LoggedWarning, MetricOrigin, Table
 
 
 @dataclass(slots=True)
@@ -27,6 +27,7 @@ class LogReading:
     config: dict[str, Any] = field(default_factory=dict)  # the run's configuration, where the log has one
     stated: dict[str, Any] = field(default_factory=dict)  # single settings that the log states
     exception: LoggedException | None = None  # the error that ends the log
+    warnings: list[LoggedWarning] = field(default_factory=list)  # of a disk that is nearly full
     notes: list[str] = field(default_factory=list)  # problems that were tolerated
 
     @property

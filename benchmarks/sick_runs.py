@@ -1,0 +1,409 @@
+"""Trains sick runs of the embedded model, diagnoses them, and trains them again with what `--fix` writes.
+
+    python benchmarks/sick_runs.py [--directory DIR] [--seeds 1-3] [--half developed] [--only KIND …]
+                                   [--minutes 120] [--table]
+
+Each kind of fault is planted in the two presets where it matters most, with every seed, by a setting, a
+grader or a patch of the training process (`benchmarks/studies/sick_faults.py`). The rules of `diagnose` were
+developed with the kinds of one half; those of the other half are looked at once.
+
+- Named: the first finding is of a rule, and has words, that mean the planted fault.
+- Remedy: the training is repeated with the spec that `--fix` writes; a patch stays, as it would in a program
+  that has the fault. The final reward is the score of the last validation, sampled at temperature 1, which is
+  always graded as it should be.
+- Restored: the repeated run gains at least half of what the healthy run of this preset and seed gains. Only
+  for faults of a setting: no setting repairs a program.
+
+Runs are stored in `DIR` and trained where they are missing, until the time is over; `--table` only prints.
+"""
+
+from __future__ import annotations
+
+import argparse
+import hashlib
+import json
+import os
+import re
+import statistics
+import sys
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Literal
+
+sys.path.insert(0, str(Path(__file__).parents[1]))
+
+from benchmarks.intervals import mean_interval
+from benchmarks.learning import seeds_of
+from benchmarks.runs import fork_server
+from benchmarks.studies.planted import DECOUPLED, RC
+from benchmarks.studies.sick_faults import GRADERS, PATCHES
+from rlctl.diagnose.finding import Finding
+from rlctl.diagnose.readers.detect import read_run
+from rlctl.diagnose.rule import Diagnosis, examine, metrics_read
+from rlctl.diagnose.spec_patch import propose_patch
+from rlctl.errors import RlctlError
+from rlctl.run_spec.load import RUN_SPEC_FILE, dump_spec, load_spec
+from rlctl.run_spec.run_spec import RunSpec
+
+Half = Literal["developed", "kept-back"]
+STEPS = 40
+_SHORT = (
+    f"trainer.total_training_steps={STEPS}",
+    *("data.train_batch_size=16", "actor.ppo_mini_batch_size=8", "actor.lr_warmup_steps=10"),
+)
+_ALL = (
+    *("trainer.test_freq=20", "trainer.save_freq=20", "trainer.max_ckpt_to_keep=null"),
+    *("trainer.rollouts_per_step=32", "reward.max_error_fraction=1", "rollout.val_kwargs.temperature=1"),
+)
+#: Name → preset and settings of the healthy run.
+PRESETS: dict[str, tuple[str, tuple[str, ...]]] = {
+    "bypass": ("rloo-seq-is", _SHORT),
+    "decoupled": ("grpo-uncorrected", (*_SHORT, *DECOUPLED)),
+    "grpo": ("grpo", _SHORT),
+    "ppo": ("ppo", (*_SHORT, "actor.ppo_epochs=2")),
+    "ahead": ("rloo-seq-is", (*_SHORT, "rollout.max_staleness=1")),
+    "agent": ("guess-number", ("trainer.total_training_steps=30", "rollout.n=8")),
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Sick:
+    """A kind of fault.
+
+    Attributes:
+        name: what is wrong.
+        rules: the first finding must be of one of these rules.
+        cases: presets, with the settings that plant the fault there.
+        words: a pattern that its sentence, cause or remedies must contain.
+        grader: function of the file of graders, used in the place of the right one.
+        patch: function of `PATCHES`.
+        is_setting: whether a setting is the fault, so that another one can restore the run.
+    """
+
+    name: str
+    rules: frozenset[str]
+    cases: tuple[tuple[str, tuple[str, ...]], ...]
+    words: str = ""
+    grader: str = "right"
+    patch: str = ""
+    is_setting: bool = False
+
+
+def _in(presets: str, *overrides: str) -> tuple[tuple[str, tuple[str, ...]], ...]:
+    return tuple((preset, overrides) for preset in presets.split())
+
+
+def _rules(names: str) -> frozenset[str]:
+    return frozenset(names.split())
+
+
+_GAP = _rules(
+    "policy-gap probability-gap stale-weights weight-mean sampler-log-probs sampler-check who-sampled"
+)
+_SYNC = "synchroni|weight sync|prove-sync|never delivered|weights"
+_GRADER = "grader|reward"
+#: Kinds with which the rules were developed, and the others, which were looked at once.
+DEVELOPED = (
+    Sick("weights never reach the engine", _GAP, _in("bypass decoupled"), _SYNC, patch="never_synced"),
+    Sick("rate × 100", _rules("large-updates reward-fell"), _in("bypass grpo", "actor.lr=8e-2"), is_setting=True),
+    Sick("rate ÷ 100", _rules("small-updates"), _in("bypass grpo", "actor.lr=8e-6"), is_setting=True),
+    Sick("constant reward", _rules("constant-reward"), _in("bypass ppo"), _GRADER, grader="minus_one"),
+    Sick("temperature unsaid", _rules("sampled-otherwise"), _in("decoupled ppo"), "temperature",
+         patch="hidden_temperature"),
+    Sick("log-probs of the token before", _GAP, _in("bypass decoupled"), "log-prob", patch="shifted"),
+    Sick("log-probs are 0", _rules("missing-log-probs"), _in("bypass decoupled"), patch="missing"),
+    Sick("limit too short", _rules("truncated"), _in("bypass ppo", "data.max_response_length=2"),
+         is_setting=True),
+    Sick("stale samples, no correction", _rules("staleness"),
+         _in("bypass decoupled", "rollout.staleness=16", f"{RC}rollout_is=null",
+             f"{RC}rollout_is_batch_normalize=false", "actor.lr=2e-3"), is_setting=True),
+    Sick("KL penalty too large", _rules("strong-penalty"),
+         _in("bypass grpo", "actor.use_kl_loss=true", "actor.kl_loss_coef=10"), is_setting=True),
+    Sick("a reward is hacked", _rules("reward-hacking reward-terms length-growth"), _in("bypass grpo", "actor.lr=2e-3"),
+         grader="ones"),
+    Sick("advantages negated", _rules("reward-fell"), _in("bypass grpo"), patch="advantages_negated"),
+    Sick("dropout in scoring", _rules("nondeterminism") | _GAP, _in("decoupled grpo"), patch="noisy"),
+    Sick("the end is lost", _rules("truncated sampler-check vocabulary-cut"), _in("bypass grpo"),
+         patch="end_lost"),
+    Sick("wrong reference", _rules("reference-drift"), _in("bypass grpo", "actor.use_kl_loss=true"),
+         "reference", patch="other_reference"),
+    Sick("endless warm-up", _rules("small-updates"), _in("bypass ahead", "actor.lr_warmup_steps=100000"),
+         "warm-up", is_setting=True),
+)  # fmt: skip
+KEPT_BACK = (
+    Sick("weights reach the engine late", _GAP | {"staleness"}, _in("bypass ahead"), _SYNC, patch="late_sync"),
+    Sick("one sick replica", _GAP, _in("bypass decoupled"), _SYNC, patch="sick_replica"),
+    Sick("another prompt (template)", _GAP | {"sampled-otherwise"}, _in("bypass decoupled"), "log-prob|template",
+         patch="other_prompt"),
+    Sick("top-p unsaid", _rules("sampled-otherwise sampler-check vocabulary-cut"), _in("bypass decoupled"),
+         "top-p|vocabulary", patch="hidden_top_p"),
+    Sick("log-probs clamped", _GAP | {"vocabulary-cut", "sampled-otherwise"}, _in("bypass decoupled"), "log-prob",
+         patch="clamped"),
+    Sick("scored off by one", _GAP | {"sampled-otherwise", "large-updates"}, _in("decoupled ppo"), "log-prob|token",
+         patch="scored_off_by_one"),
+    Sick("raw log-probs at a temperature", _GAP, _in("bypass decoupled", "rollout.temperature=0.7"),
+         "temperature|log-prob", patch="raw_log_probs"),
+    Sick("inverted reward", _rules("reward-hacking reward-fell"), _in("bypass ppo"), _GRADER, grader="inverted"),
+    Sick("rewards of another response", _rules("flat-reward reward-hacking entropy"), _in("bypass grpo"),
+         grader="of_another_response"),
+    Sick("labels of another prompt", _rules("zero-reward zero-spread-groups constant-reward"), _in("bypass grpo"),
+         _GRADER, grader="of_another_prompt"),
+    Sick("random rewards", _rules("flat-reward reward-hacking entropy entropy-rise"), _in("bypass ppo"), grader="noise"),
+    Sick("a grader that raises", _rules("failed-rollouts"), _in("bypass grpo"), _GRADER, grader="raises"),
+    Sick("wrong format expected", _rules("zero-reward constant-reward"), _in("bypass ppo"), _GRADER, grader="boxed"),
+    Sick("KL sign", _rules("reference-drift entropy-rise reward-fell"),
+         _in("bypass grpo", "actor.use_kl_loss=true", "actor.kl_loss_coef=1"), patch="kl_negated"),
+    Sick("updates are lost", _rules("small-updates frozen"), _in("bypass grpo"), patch="updates_lost"),
+    Sick("optimizer state lost", _rules("large-updates gradient-norm reward-fell"), _in("bypass ppo"),
+         patch="optimizer_state_lost"),
+    Sick("one prompt only", _rules("reward-hacking zero-spread-groups"), _in("bypass grpo"), patch="one_prompt"),
+    Sick("bounds of rejection too tight", _rules("rejected"),
+         _in("bypass decoupled", f"{RC}rollout_rs=token_k1", f"{RC}rollout_rs_threshold=0.9998_1.0002",
+             "rollout.dtype=bf16"), is_setting=True),
+    Sick("temperature too high", _rules("temperature"), _in("bypass ppo", "rollout.temperature=4"), is_setting=True),
+    Sick("entropy bonus too large", _rules("entropy-rise"), _in("bypass grpo", "actor.entropy_coeff=0.3"),
+         is_setting=True),
+    Sick("critic that does not learn", _rules("critic"), _in("ppo", "critic.lr=1e-12"), is_setting=True),
+)  # fmt: skip
+
+
+@dataclass(frozen=True, slots=True)
+class Trained:
+    """Result of a run.
+
+    Attributes:
+        reward: score of the last validation; None: the run had none.
+        at_start: score of the first one.
+    """
+
+    run_dir: Path
+    reward: float | None
+    at_start: float | None
+
+
+@dataclass(slots=True)
+class Trainer:
+    """Trains missing runs, one at a time, until the time is over."""
+
+    directory: Path
+    deadline: float
+    is_table: bool
+    context: Any = field(default_factory=fork_server)
+
+    def run(self, spec: RunSpec, patch: str) -> Trained | None:
+        """The run of a spec with a patch; None where it is missing and may not be trained."""
+        text = dump_spec(spec)
+        name = hashlib.sha256(f"{patch}\n{text}".encode()).hexdigest()[:12]
+        run_dir = self.directory / name
+        if not (run_dir / "done").exists():
+            if self.is_table or time.monotonic() > self.deadline:
+                return None
+            run_dir.mkdir(parents=True, exist_ok=True)
+            (run_dir / RUN_SPEC_FILE).write_text(text)
+            process = self.context.Process(target=_train, args=(text, patch, run_dir))
+            start = time.monotonic()
+            process.start()
+            process.join()
+            if process.exitcode:
+                raise SystemExit(f"exit code {process.exitcode}: see {run_dir}/log")
+            (run_dir / "done").write_text(f"{time.monotonic() - start:.1f} s")
+        scores = validations(run_dir)
+        return Trained(run_dir, scores[-1] if scores else None, scores[0] if scores else None)
+
+
+def _train(text: str, patch: str, run_dir: Path) -> None:
+    """In the child: trains like `rlctl train` on one rank."""
+    import torch
+
+    from rlctl.train.start import run_rank
+
+    torch.set_num_threads(1)
+    log = os.open(run_dir / "log", os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
+    for descriptor in (1, 2):
+        os.dup2(log, descriptor)
+    if patch:
+        PATCHES[patch]()
+    try:
+        run_rank(text, str(run_dir), False)
+    except RlctlError as error:  # a run that the trainer stopped is also a result
+        (run_dir / "error").write_text(str(error))
+
+
+def validations(run_dir: Path) -> list[float]:
+    """Scores of a run's validations; of an agent, whose game grades itself, mean rewards of the ends."""
+    log = run_dir / "metrics.jsonl"
+    rows = [json.loads(line) for line in log.read_text().splitlines()] if log.exists() else []
+    scores = [value for row in rows for key, value in row.items() if re.fullmatch(r"val/.+/reward_mean", key)]
+    if scores:
+        return scores
+    rewards = [row["critic/score/mean"] for row in rows if "critic/score/mean" in row]
+    return [statistics.fmean(rewards[:3]), statistics.fmean(rewards[-10:])] if rewards else []
+
+
+def spec_of(preset: str, overrides: Sequence[str], seed: int, grader: str, graders: Path) -> RunSpec:
+    """The spec of a run."""
+    name, base = PRESETS[preset]
+    graded = () if preset == "agent" else (f"reward.name={graders}:{grader}",)
+    seeded = f"trainer.seed={seed}"
+    return load_spec([name], [], [*base, *_ALL, *graded, *overrides, seeded]).spec
+
+
+def diagnosed(run_dir: Path) -> Diagnosis | None:
+    """The diagnosis of a run; None if it logged nothing."""
+    try:
+        return examine(read_run(run_dir, metrics_read()))
+    except RlctlError:
+        return None
+
+
+def alarms(diagnosis: Diagnosis | None) -> list[Finding]:
+    """Findings above a remark, the first one first."""
+    return [one for one in diagnosis.findings if one.severity != "info"] if diagnosis else []
+
+
+def is_named(kind: Sick, first: Finding) -> bool:
+    """Whether a finding means the planted fault."""
+    text = " ".join((first.what, first.cause, *map(str, first.fixes), *(fix.why for fix in first.fixes)))
+    return first.rule in kind.rules and re.search(kind.words, text) is not None
+
+
+@dataclass(frozen=True, slots=True)
+class Row:
+    """A sick run, what is said of it, and what the remedy does."""
+
+    kind: Sick
+    preset: str
+    seed: int
+    first: str
+    named: bool
+    remedy: str
+    reward: float
+    fixed: float | None  # None: no setting is changed
+    restored: bool | None  # None: not asked
+
+
+def rows(trainer: Trainer, kinds: Sequence[Sick], seeds: Sequence[int], graders: Path) -> Iterator[Row]:
+    """The rows whose runs are there or could be trained: by seed, then each kind's first preset, its second."""
+    for seed in seeds:
+        for which in (0, 1):
+            for kind, (preset, overrides) in [
+                (kind, kind.cases[which]) for kind in kinds if kind.cases[which:]
+            ]:
+                healthy = trainer.run(spec_of(preset, (), seed, "right", graders), "")
+                sick = trainer.run(spec_of(preset, overrides, seed, kind.grader, graders), kind.patch)
+                if healthy and sick and (row := _row(trainer, kind, preset, seed, healthy, sick)):
+                    print(_line(row), file=sys.stderr, flush=True)
+                    yield row
+
+
+def _row(trainer: Trainer, kind: Sick, preset: str, seed: int, healthy: Trained, sick: Trained) -> Row | None:
+    diagnosis = diagnosed(sick.run_dir)
+    found = alarms(diagnosis)
+    reward = sick.reward or 0.0
+    if diagnosis is None or not found:
+        return Row(kind, preset, seed, "—", False, "—", reward, None, False if kind.is_setting else None)
+    patch, fixed = propose_patch(diagnosis), None
+    remedy = " ".join(f"{key}={value}" for key, value in patch.changes.items())
+    if patch.applied and patch.spec is not None:
+        again = trainer.run(patch.spec, kind.patch)
+        if again is None:
+            return None
+        fixed = again.reward or 0.0
+    restored = None
+    if kind.is_setting:
+        start, top = healthy.at_start or 0.0, healthy.reward or 0.0
+        restored = fixed is not None and fixed >= (start + top) / 2.0
+    return Row(
+        kind,
+        preset,
+        seed,
+        found[0].rule,
+        is_named(kind, found[0]),
+        remedy or "by hand",
+        reward,
+        fixed,
+        restored,
+    )
+
+
+def _line(row: Row) -> str:
+    named = row.first if row.named else f"**{row.first}**"
+    fixed = "—" if row.fixed is None else f"{row.fixed:.2f}"
+    restored = {None: "", True: "yes", False: "**no**"}[row.restored]
+    remedy = re.sub(r"/\S+/graders.py", "graders.py", row.remedy).replace("|", "\\|")
+    return (
+        f"| {row.kind.name} | {row.preset} | {row.seed} | {named} | `{remedy}` | {row.reward:.2f} | {fixed} "
+        f"| {restored} |"
+    )
+
+
+def summary(title: str, found: Sequence[Row], expected: int) -> Iterator[str]:
+    """Shares of rows, and the difference that the remedies make, with their intervals."""
+    if not found:
+        yield f"{title}: no run yet of {expected}"
+        return
+    named = sum(row.named for row in found)
+    asked = [row.restored for row in found if row.restored is not None]
+    changes = [row.fixed - row.reward for row in found if row.fixed is not None]
+    yield f"{title}: {len(found)} of {expected} runs; named {named} of {len(found)} ({named / len(found):.0%})"
+    if asked:
+        yield f"- faults of settings restored: {sum(asked)} of {len(asked)} ({sum(asked) / len(asked):.0%})"
+    if len(changes) > 1:
+        mean, low, high = mean_interval(changes)
+        worse = sum(change < -0.05 for change in changes)
+        yield (
+            f"- reward with the remedy minus without it, {len(changes)} runs: {mean:+.2f} (95 %: {low:+.2f} to "
+            f"{high:+.2f}); lower by more than 0.05 in {worse}, lowest {min(changes):+.2f}"
+        )
+
+
+def healthy_lines(trainer: Trainer, seeds: Sequence[int], graders: Path) -> Iterator[str]:
+    """A line per healthy preset: reward at the start and at the end, and findings above a remark."""
+    for preset in PRESETS:
+        runs = [trainer.run(spec_of(preset, (), seed, "right", graders), "") for seed in seeds]
+        there = [one for one in runs if one is not None]
+        if not there:
+            continue
+        found = [one.rule for run in there for one in alarms(diagnosed(run.run_dir))]
+        starts = statistics.fmean(run.at_start or 0.0 for run in there)
+        ends = statistics.fmean(run.reward or 0.0 for run in there)
+        yield f"| {preset} | {len(there)} | {starts:.2f} → {ends:.2f} | {', '.join(found) or 'none'} |"
+
+
+def main() -> None:
+    """Trains what is missing and prints the tables."""
+    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
+    parser.add_argument("--directory", type=Path, default=Path("sick-runs"), help="of the runs")
+    parser.add_argument("--seeds", type=seeds_of, default=seeds_of("1-3"), help="1-3 or 1,4")
+    parser.add_argument("--half", choices=("developed", "kept-back"), help="only these kinds")
+    parser.add_argument("--only", nargs="*", help="names of kinds")
+    parser.add_argument("--minutes", type=float, default=120.0, help="after which no run is begun")
+    parser.add_argument("--table", action="store_true", help="train nothing")
+    options = parser.parse_args()
+    directory = options.directory.resolve()
+    directory.mkdir(parents=True, exist_ok=True)
+    graders = directory / "graders.py"
+    graders.write_text(GRADERS)
+    trainer = Trainer(directory, time.monotonic() + 60.0 * options.minutes, options.table)
+    halves: dict[Half, tuple[Sick, ...]] = {"developed": DEVELOPED, "kept-back": KEPT_BACK}
+    print("| healthy runs of | runs | validation | findings above a remark |\n|---|---|---|---|")
+    if not options.only:
+        print("\n".join(healthy_lines(trainer, options.seeds, graders)))
+    for half, kinds in halves.items():
+        if options.half not in {None, half}:
+            continue
+        chosen = tuple(one for one in kinds if not options.only or one.name in options.only)
+        found = list(rows(trainer, chosen, options.seeds, graders))
+        expected = len(options.seeds) * sum(len(one.cases) for one in chosen)
+        print(
+            f"\n{half}\n\n| fault | preset | seed | first finding | its remedy | reward | with the remedy | restored |"
+        )
+        print("|---|---|---|---|---|---|---|---|")
+        print("\n".join(map(_line, found)))
+        print("\n" + "\n".join(summary(half, found, expected)), flush=True)
+
+
+if __name__ == "__main__":
+    main()

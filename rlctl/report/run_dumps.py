@@ -1,0 +1,71 @@
+"""Evidence from a run's dumped rollouts, which decides what its log leaves open.
+
+The test of the sampler's log-probs reads the dumps. Which of the kept weights sampled is asked where they are
+small enough to be scored in seconds; it needs the permission that the run's own code needs.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+from dataclasses import replace
+from pathlib import Path
+
+from rlctl.diagnose.table import DumpEvidence, RunLog
+from rlctl.errors import RlctlError
+from rlctl.track.jsonl import METRICS_FILE
+from rlctl.track.rollouts import ROLLOUTS_DIR
+
+#: Bytes of all kept weights together up to which they are compared unasked.
+LARGEST = 1 << 30
+
+
+def with_dumps(run: RunLog, *, trust: bool = False) -> RunLog:
+    """A copy of the run with the evidence of its dumps; the run itself without any, or without torch."""
+    directory = run.path.parent
+    has_dumps = run.spec is not None and run.path.name == METRICS_FILE and _size(directory / ROLLOUTS_DIR) > 0
+    if not has_dumps or importlib.util.find_spec("torch") is None:
+        return run
+    evidence, notes = DumpEvidence(), []
+    for add in (_sampler_test, _who_sampled):
+        try:
+            evidence = add(evidence, directory, trust)
+        except RlctlError as error:
+            notes.append(f"the dumped rollouts do not show {_ASKED[add]}: {error.what}")
+    return replace(run, dumps=evidence, notes=(*run.notes, *notes))
+
+
+def _sampler_test(evidence: DumpEvidence, directory: Path, trust: bool) -> DumpEvidence:
+    from rlctl.mismatch.sampler_report import sampler_report
+
+    del trust  # it runs no code of the run
+    report = sampler_report(directory)
+    return replace(
+        evidence,
+        sampler=report.conclusion,
+        accuses_sampler=report.fault,
+        alarm_step=report.alarm_step,
+        no_guarantee=report.no_guarantee,
+        z=float("nan") if report.z is None else report.z,
+        mean_ratio=report.mean,
+        num_tokens=report.num_tokens,
+    )
+
+
+def _who_sampled(evidence: DumpEvidence, directory: Path, trust: bool) -> DumpEvidence:
+    checkpoints = [path for path in (directory / "checkpoints").glob("*") if path.is_dir()]
+    if not checkpoints or _size(directory / "checkpoints") > LARGEST:
+        return evidence
+    from rlctl.mismatch.who_sampled import who_sampled
+
+    found = who_sampled(directory, trust=trust)
+    return replace(
+        evidence, who_sampled=found.conclusion, wrong_sampler=found.fault or "", fix=found.fix or ""
+    )
+
+
+_ASKED = {_sampler_test: "whether log-probs are true", _who_sampled: "which weights sampled"}
+
+
+def _size(directory: Path) -> int:
+    """Bytes of all files below a directory; 0 where there is none."""
+    return sum(path.stat().st_size for path in directory.rglob("*") if path.is_file())

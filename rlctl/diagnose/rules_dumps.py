@@ -47,7 +47,7 @@ def sampled_by_others(run: RunLog) -> Detection | Skipped | None:
     fixes=(
         fix.by_hand(
             "let the engine sample from the whole vocabulary (top_p 1, no top_k, no min_p, no generation "
-            "config), or tell the trainer: `rollout.top_p`, `rollout.top_k`, with `rollout.exact_sampling=true`"
+            "config), or tell the trainer: `rollout.top_p`, `rollout.exact_sampling=true`"
         ),
         fix.by_hand("check that log-probs are not clamped from below"),
         fix.FIND_THE_CAUSE,

@@ -44,6 +44,7 @@ from rlctl.diagnose.readers.detect import read_run
 from rlctl.diagnose.rule import Diagnosis, examine, metrics_read
 from rlctl.diagnose.spec_patch import propose_patch
 from rlctl.errors import RlctlError
+from rlctl.report.run_dumps import with_dumps
 from rlctl.run_spec.load import RUN_SPEC_FILE, dump_spec, load_spec
 from rlctl.run_spec.run_spec import RunSpec
 
@@ -107,7 +108,8 @@ _GRADER = "grader|reward"
 #: Kinds with which the rules were developed, and the others, which were looked at once.
 DEVELOPED = (
     Sick("weights never reach the engine", _GAP, _in("bypass decoupled"), _SYNC, patch="never_synced"),
-    Sick("rate × 100", _rules("large-updates reward-fell"), _in("bypass grpo", "actor.lr=8e-2"), is_setting=True),
+    Sick("rate × 100", _rules("large-updates reward-fell"), _in("bypass grpo", "actor.lr=8e-2"),
+         is_setting=True),
     Sick("rate ÷ 100", _rules("small-updates"), _in("bypass grpo", "actor.lr=8e-6"), is_setting=True),
     Sick("constant reward", _rules("constant-reward"), _in("bypass ppo"), _GRADER, grader="minus_one"),
     Sick("temperature unsaid", _rules("sampled-otherwise"), _in("decoupled ppo"), "temperature",
@@ -121,48 +123,53 @@ DEVELOPED = (
              f"{RC}rollout_is_batch_normalize=false", "actor.lr=2e-3"), is_setting=True),
     Sick("KL penalty too large", _rules("strong-penalty"),
          _in("bypass grpo", "actor.use_kl_loss=true", "actor.kl_loss_coef=10"), is_setting=True),
-    Sick("a reward is hacked", _rules("reward-hacking reward-terms length-growth"), _in("bypass grpo", "actor.lr=2e-3"),
-         grader="ones"),
+    Sick("a reward is hacked", _rules("reward-hacking reward-terms length-growth"),
+         _in("bypass grpo", "actor.lr=2e-3"), grader="ones"),
     Sick("advantages negated", _rules("reward-fell"), _in("bypass grpo"), patch="advantages_negated"),
     Sick("dropout in scoring", _rules("nondeterminism") | _GAP, _in("decoupled grpo"), patch="noisy"),
-    Sick("the end is lost", _rules("truncated sampler-check vocabulary-cut"), _in("bypass grpo"),
-         patch="end_lost"),
+    Sick("the end is lost", _rules("truncated vocabulary-cut"), _in("bypass grpo"), patch="end_lost"),
     Sick("wrong reference", _rules("reference-drift"), _in("bypass grpo", "actor.use_kl_loss=true"),
          "reference", patch="other_reference"),
     Sick("endless warm-up", _rules("small-updates"), _in("bypass ahead", "actor.lr_warmup_steps=100000"),
          "warm-up", is_setting=True),
 )  # fmt: skip
 KEPT_BACK = (
-    Sick("weights reach the engine late", _GAP | {"staleness"}, _in("bypass ahead"), _SYNC, patch="late_sync"),
+    Sick("weights reach the engine late", _GAP | {"staleness"}, _in("bypass ahead"), _SYNC,
+         patch="late_sync"),
     Sick("one sick replica", _GAP, _in("bypass decoupled"), _SYNC, patch="sick_replica"),
-    Sick("another prompt (template)", _GAP | {"sampled-otherwise"}, _in("bypass decoupled"), "log-prob|template",
-         patch="other_prompt"),
-    Sick("top-p unsaid", _rules("sampled-otherwise sampler-check vocabulary-cut"), _in("bypass decoupled"),
+    Sick("another prompt (template)", _GAP | {"sampled-otherwise"}, _in("bypass decoupled"),
+         "log-prob|template", patch="other_prompt"),
+    Sick("top-p unsaid", _rules("sampled-otherwise vocabulary-cut"), _in("bypass decoupled"),
          "top-p|vocabulary", patch="hidden_top_p"),
-    Sick("log-probs clamped", _GAP | {"vocabulary-cut", "sampled-otherwise"}, _in("bypass decoupled"), "log-prob",
-         patch="clamped"),
-    Sick("scored off by one", _GAP | {"sampled-otherwise", "large-updates"}, _in("decoupled ppo"), "log-prob|token",
-         patch="scored_off_by_one"),
+    Sick("log-probs clamped", _GAP | {"vocabulary-cut", "sampled-otherwise"}, _in("bypass decoupled"),
+         "log-prob", patch="clamped"),
+    Sick("scored off by one", _GAP | {"sampled-otherwise", "large-updates"}, _in("decoupled ppo"),
+         "log-prob|token", patch="scored_off_by_one"),
     Sick("raw log-probs at a temperature", _GAP, _in("bypass decoupled", "rollout.temperature=0.7"),
          "temperature|log-prob", patch="raw_log_probs"),
-    Sick("inverted reward", _rules("reward-hacking reward-fell"), _in("bypass ppo"), _GRADER, grader="inverted"),
+    Sick("inverted reward", _rules("reward-hacking reward-fell"), _in("bypass ppo"), _GRADER,
+         grader="inverted"),
     Sick("rewards of another response", _rules("flat-reward reward-hacking entropy"), _in("bypass grpo"),
          grader="of_another_response"),
-    Sick("labels of another prompt", _rules("zero-reward zero-spread-groups constant-reward"), _in("bypass grpo"),
-         _GRADER, grader="of_another_prompt"),
-    Sick("random rewards", _rules("flat-reward reward-hacking entropy entropy-rise"), _in("bypass ppo"), grader="noise"),
+    Sick("labels of another prompt", _rules("zero-reward zero-spread-groups constant-reward"),
+         _in("bypass grpo"), _GRADER, grader="of_another_prompt"),
+    Sick("random rewards", _rules("flat-reward reward-hacking entropy entropy-rise"), _in("bypass ppo"),
+         grader="noise"),
     Sick("a grader that raises", _rules("failed-rollouts"), _in("bypass grpo"), _GRADER, grader="raises"),
-    Sick("wrong format expected", _rules("zero-reward constant-reward"), _in("bypass ppo"), _GRADER, grader="boxed"),
+    Sick("wrong format expected", _rules("zero-reward constant-reward"), _in("bypass ppo"), _GRADER,
+         grader="boxed"),
     Sick("KL sign", _rules("reference-drift entropy-rise reward-fell"),
          _in("bypass grpo", "actor.use_kl_loss=true", "actor.kl_loss_coef=1"), patch="kl_negated"),
     Sick("updates are lost", _rules("small-updates frozen"), _in("bypass grpo"), patch="updates_lost"),
     Sick("optimizer state lost", _rules("large-updates gradient-norm reward-fell"), _in("bypass ppo"),
          patch="optimizer_state_lost"),
-    Sick("one prompt only", _rules("reward-hacking zero-spread-groups"), _in("bypass grpo"), patch="one_prompt"),
+    Sick("one prompt only", _rules("reward-hacking zero-spread-groups"), _in("bypass grpo"),
+         patch="one_prompt"),
     Sick("bounds of rejection too tight", _rules("rejected"),
          _in("bypass decoupled", f"{RC}rollout_rs=token_k1", f"{RC}rollout_rs_threshold=0.9998_1.0002",
              "rollout.dtype=bf16"), is_setting=True),
-    Sick("temperature too high", _rules("temperature"), _in("bypass ppo", "rollout.temperature=4"), is_setting=True),
+    Sick("temperature too high", _rules("temperature"), _in("bypass ppo", "rollout.temperature=4"),
+         is_setting=True),
     Sick("entropy bonus too large", _rules("entropy-rise"), _in("bypass grpo", "actor.entropy_coeff=0.3"),
          is_setting=True),
     Sick("critic that does not learn", _rules("critic"), _in("ppo", "critic.lr=1e-12"), is_setting=True),
@@ -251,9 +258,9 @@ def spec_of(preset: str, overrides: Sequence[str], seed: int, grader: str, grade
 
 
 def diagnosed(run_dir: Path) -> Diagnosis | None:
-    """The diagnosis of a run; None if it logged nothing."""
+    """The diagnosis of a run with its dumps; None if it logged nothing."""
     try:
-        return examine(read_run(run_dir, metrics_read()))
+        return examine(with_dumps(read_run(run_dir, metrics_read()), trust=True))
     except RlctlError:
         return None
 
@@ -285,7 +292,7 @@ class Row:
 
 
 def rows(trainer: Trainer, kinds: Sequence[Sick], seeds: Sequence[int], graders: Path) -> Iterator[Row]:
-    """The rows whose runs are there or could be trained: by seed, then each kind's first preset, its second."""
+    """The rows whose runs are there or could be trained: seed by seed, first presets before second ones."""
     for seed in seeds:
         for which in (0, 1):
             for kind, (preset, overrides) in [
@@ -347,15 +354,16 @@ def summary(title: str, found: Sequence[Row], expected: int) -> Iterator[str]:
     named = sum(row.named for row in found)
     asked = [row.restored for row in found if row.restored is not None]
     changes = [row.fixed - row.reward for row in found if row.fixed is not None]
-    yield f"{title}: {len(found)} of {expected} runs; named {named} of {len(found)} ({named / len(found):.0%})"
+    share = f"{named} of {len(found)} ({named / len(found):.0%})"
+    yield f"{title}: {len(found)} of {expected} runs; named {share}"
     if asked:
         yield f"- faults of settings restored: {sum(asked)} of {len(asked)} ({sum(asked) / len(asked):.0%})"
     if len(changes) > 1:
         mean, low, high = mean_interval(changes)
         worse = sum(change < -0.05 for change in changes)
         yield (
-            f"- reward with the remedy minus without it, {len(changes)} runs: {mean:+.2f} (95 %: {low:+.2f} to "
-            f"{high:+.2f}); lower by more than 0.05 in {worse}, lowest {min(changes):+.2f}"
+            f"- reward with the remedy minus without it, {len(changes)} runs: {mean:+.2f} (95 %: "
+            f"{low:+.2f} to {high:+.2f}); lower by more than 0.05 in {worse}, lowest {min(changes):+.2f}"
         )
 
 
@@ -397,9 +405,8 @@ def main() -> None:
         chosen = tuple(one for one in kinds if not options.only or one.name in options.only)
         found = list(rows(trainer, chosen, options.seeds, graders))
         expected = len(options.seeds) * sum(len(one.cases) for one in chosen)
-        print(
-            f"\n{half}\n\n| fault | preset | seed | first finding | its remedy | reward | with the remedy | restored |"
-        )
+        headings = "fault | preset | seed | first finding | its remedy | reward | with the remedy | restored"
+        print(f"\n{half}\n\n| {headings} |")
         print("|---|---|---|---|---|---|---|---|")
         print("\n".join(map(_line, found)))
         print("\n" + "\n".join(summary(half, found, expected)), flush=True)

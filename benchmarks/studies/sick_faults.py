@@ -1,6 +1,7 @@
 """Faults of `benchmarks/sick_runs.py`: graders, and patches of the training process.
 
-A patch is called in the process that trains, before it. Those of `benchmarks/studies/planted.py` are used too.
+A patch is called in the process that trains, before it trains. Those of `benchmarks/studies/planted.py` are
+used too.
 """
 
 from __future__ import annotations
@@ -241,7 +242,7 @@ def kl_negated() -> None:
 
 
 def other_reference() -> None:
-    """The reference is another model: its weights are changed by a tenth of their spread."""
+    """The reference is another model: its weights are changed by a third of their spread."""
     import torch
 
     from rlctl.engine.policy_engine import FrozenModule
@@ -254,7 +255,7 @@ def other_reference() -> None:
             changed.add(id(self))
             generator = torch.Generator().manual_seed(0)
             for weight in self._module.parameters():
-                weight += 0.3 * weight.std() * torch.randn(weight.shape, generator=generator)
+                weight.add_(0.3 * weight.std() * torch.randn(weight.shape, generator=generator))
         return honest(self, inputs)
 
     FrozenModule.log_probs = log_probs

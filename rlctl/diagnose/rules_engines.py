@@ -16,7 +16,6 @@ from rlctl.diagnose.signals import (
     crossing,
     evidence_over,
     growth,
-    lasting_change,
     steps_text,
 )
 from rlctl.diagnose.table import DumpEvidence, RunLog, Series
@@ -76,8 +75,8 @@ def _mixed(run: RunLog, key: str) -> Skipped | None:
 
 def _of_implementations(run: RunLog, found: Detection, series: Series, is_far: bool) -> Detection:
     """A detected gap that only the implementations can cause, with what causes one of its size and course."""
-    change = lasting_change(series)
-    if change is not None and abs(change.end) > GROWN * abs(change.start):
+    change = growth(Series(series.steps, np.abs(series.values)))
+    if change is not None and change.end > GROWN * change.start:
         cause = "the gap grows from near 0: new weights reach the engine late, in part, or not at all"
         fixes = (*fix.fresher(run, fully=True), fix.by_hand("check the weight synchronization"))
     elif is_far:

@@ -11,7 +11,7 @@ from rlctl.diagnose import fixes as fix
 from rlctl.diagnose import thresholds as th
 from rlctl.diagnose.finding import Evidence, Skipped, Sure
 from rlctl.diagnose.rule import Detection, Rule, of_crossing
-from rlctl.diagnose.signals import crossing, evidence_over
+from rlctl.diagnose.signals import crossing, evidence_over, rises
 from rlctl.diagnose.table import COUNTED, RunLog, Series
 from rlctl.diagnose.thresholds import Levels
 
@@ -22,8 +22,8 @@ RANDOM = Levels(th.ENTROPY.key, (("critical", 3.0),))
 GOOD = 0.3
 
 _EXPLAINED = "critic/vf_explained_var"
-#: Explained variance below which a critic is of little use, and below which it is worse than a constant.
-USELESS = Levels(_EXPLAINED, (("warning", 0.1), ("critical", -0.5)), is_floor=True)
+#: Explained variance of values that are worse than a constant; few rows are judged by the second level.
+WORSE = Levels(_EXPLAINED, (("warning", -0.1), ("critical", -0.5)), is_floor=True)
 
 
 @Rule(
@@ -59,9 +59,9 @@ def random_tokens(run: RunLog) -> Detection | None:
 
 
 @Rule(
-    "critic", needs=(_EXPLAINED,), min_steps=1, thresholds=(
-        f"— / < {USELESS.tiers[0][1]:g} after {th.START_STEPS} steps, in fewer than {th.MIN_STEPS} rows "
-        f"< {USELESS.tiers[1][1]:g} / —"
+    "critic", needs=(_EXPLAINED,), uses=th.REWARDS, thresholds=(
+        f"— / < {WORSE.tiers[0][1]:g} after {th.START_STEPS} steps, in fewer than {th.MIN_STEPS} rows "
+        f"< {WORSE.tiers[1][1]:g}, and the reward does not gain / —"
     ),
     fixes=(
         fix.larger("critic.lr", "raise the critic's learning rate, or let it train alone first"),
@@ -72,7 +72,7 @@ def random_tokens(run: RunLog) -> Detection | None:
     ),
 )  # fmt: skip
 def critic(run: RunLog) -> Detection | Skipped | None:
-    """The critic predicts the returns."""
+    """The critic predicts returns better than a constant does."""
     series = run.table.series(_EXPLAINED)
     if COUNTED in run.notes:
         late = series
@@ -81,13 +81,13 @@ def critic(run: RunLog) -> Detection | Skipped | None:
         late = Series(series.steps[is_late], series.values[is_late])
     if not len(late):
         return Skipped(f"the critic is judged after {th.START_STEPS} steps", needs_steps=th.START_STEPS)
-    crossed = crossing(late, USELESS)
-    if crossed is None or run.has_learned or not crossed.lasts:
+    crossed = crossing(late, WORSE)
+    if crossed is None or not crossed.lasts:
+        return None
+    if run.has_learned or run.has_gained or rises(run.table, th.SCORE):
         return None
     found = of_crossing(crossed, "the critic explains {worst:.2g} of the returns' variance {where}")
-    is_worse = crossed.worst < 0.0
-    cause = "its values are worse than a constant: advantages are mostly its errors" if is_worse else None
-    return replace(found, severity="warning", cause=cause)
+    return replace(found, severity="warning")
 
 
 @Rule(

@@ -243,6 +243,8 @@ class RunLog:
     @property
     def validation(self) -> Series:
         """The mean over data sources of the validation score, at the steps where all were validated."""
+        if not self.table.matching(th.VALIDATION):
+            return self.table.series(th.VALIDATION)
         steps, columns = self.table.aligned(*self.table.matching(th.VALIDATION))
         return Series(steps, np.mean(columns, axis=0))
 

@@ -6,7 +6,10 @@ small enough to be scored in seconds; it needs the permission that the run's own
 
 from __future__ import annotations
 
+import contextlib
 import importlib.util
+import os
+import sys
 from dataclasses import replace
 from pathlib import Path
 
@@ -28,7 +31,8 @@ def with_dumps(run: RunLog, *, trust: bool = False) -> RunLog:
     evidence, notes = DumpEvidence(), []
     for add in (_sampler_test, _who_sampled):
         try:
-            evidence = add(evidence, directory, trust)
+            with contextlib.redirect_stdout(sys.stderr):  # libraries print when they are imported
+                evidence = add(evidence, directory, trust)
         except RlctlError as error:
             notes.append(f"the dumped rollouts do not show {_ASKED[add]}: {error.what}")
     return replace(run, dumps=evidence, notes=(*run.notes, *notes))
@@ -55,6 +59,10 @@ def _who_sampled(evidence: DumpEvidence, directory: Path, trust: bool) -> DumpEv
     checkpoints = [path for path in (directory / "checkpoints").glob("*") if path.is_dir()]
     if not checkpoints or _size(directory / "checkpoints") > LARGEST:
         return evidence
+    import torch
+
+    if not torch.cuda.is_available():  # transformers imports DeepSpeed, which would print a warning
+        os.environ.setdefault("DS_ACCELERATOR", "cpu")
     from rlctl.mismatch.who_sampled import who_sampled
 
     found = who_sampled(directory, trust=trust)

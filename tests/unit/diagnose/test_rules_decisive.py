@@ -1,0 +1,150 @@
+"""Decisive evidence: dumps and parts of the log-ratio decide what other figures leave open."""
+
+import json
+import random
+from dataclasses import replace
+
+import numpy as np
+import pytest
+
+from rlctl.cli.app import run as rlctl
+from rlctl.diagnose.rule import examine
+from rlctl.diagnose.table import DumpEvidence, Facts
+from tests.unit.diagnose.logs import CORR, healthy_rows, run_log
+from tests.unit.diagnose.test_rules_judged import BYPASS, advice, diagnosis_of, found, noisy, rising, skipped
+from tests.unit.mismatch.test_who_sampled import policies, run_of  # noqa: F401
+
+K3, ENGINE, STALE = f"{CORR}k3_kl", f"{CORR}split/engine", f"{CORR}split/staleness"
+NEVER = DumpEvidence(who_sampled="never delivered: step 1", wrong_sampler="never delivered", fix="fix it")
+ACCUSED = DumpEvidence(sampler="not drawn as reported", accuses_sampler=True, alarm_step=3, num_tokens=900)
+
+
+def with_dumps(dumps, **columns):
+    rows = [row | {key.replace("__", "/"): value for key, value in columns.items()} for row in healthy_rows()]
+    return examine(replace(run_log(rows), dumps=dumps))
+
+
+def test_who_sampled_is_the_first_event_and_explains_the_gap_and_the_reward():
+    diagnosis = with_dumps(NEVER, **{f"{CORR}kl": 0.4, K3: 0.4, "critic/score/mean": 0.0})
+    first, *others = diagnosis.findings
+    assert (first.rule, first.severity) == ("who-sampled", "critical")
+    assert "sync" in advice(first)
+    assert others
+    assert all(one.because_of == "who-sampled" for one in others if one.severity != "info")
+
+
+def test_dumps_as_recorded_accuse_nobody():
+    dumps = DumpEvidence(who_sampled="as recorded", sampler="nothing speaks against it", z=0.3)
+    diagnosis = with_dumps(dumps)
+    assert not {"who-sampled", "sampler-log-probs", "vocabulary-cut"} & found(diagnosis).keys()
+
+
+@pytest.mark.parametrize(("why", "severity"), [("", "critical"), ("in flight", "warning")])
+def test_the_sampler_test_of_the_dumps_is_reported_with_its_guarantee(why, severity):
+    diagnosis = with_dumps(replace(ACCUSED, no_guarantee=why), **{f"{CORR}kl": 0.4})
+    finding = found(diagnosis)["sampler-log-probs"]
+    assert (finding.severity, finding.since) == (severity, 3)
+
+
+def test_a_severed_sync_in_bypass_mode_is_not_told_to_lower_the_rate():
+    gap = rising(100, start=0.005, count=60)
+    parts = {ENGINE: [2 * value for value in gap], STALE: [0.04 * value for value in gap]}
+    diagnosis = diagnosis_of(BYPASS, **{K3: gap}, **parts)
+    first = next(one for one in diagnosis.findings if one.severity != "info")
+    assert first.rule == "policy-gap"
+    assert "new weights reach the engine" in first.cause
+    assert "lr" not in advice(first)
+    assert "mini_batch" not in advice(first)
+    assert "large-updates" not in found(diagnosis)
+    remark = found(diagnosis)["ratio-parts"]  # the other table of the report does not contradict
+    assert "weights" in remark.cause
+
+
+def test_updates_that_move_far_are_still_told_to_lower_the_rate():
+    sizes = noisy([0.3] * 60)
+    parts = {ENGINE: [1e-6] * 60, STALE: sizes}
+    diagnosis = diagnosis_of(BYPASS, **{K3: sizes, "actor/lr": [1e-3] * 60}, **parts)
+    assert "large-updates" in found(diagnosis)
+
+
+def engine_rows(lengths_of, nats_of, count=40, seed=5):
+    """Rows of an honest engine: responses of these lengths, whose tokens have an entropy that is −log π."""
+    draw = random.Random(seed)
+    rows = []
+    for step in range(1, count + 1):
+        lengths = [lengths_of(draw) for _ in range(64)]
+        nats = [nats_of(length) for length in lengths]
+        by_response = float(np.mean(nats))
+        entropy = float(np.dot(lengths, nats) / np.sum(lengths))
+        rows.append({
+            "step": step,
+            f"{CORR}training_log_ppl": by_response,
+            f"{CORR}rollout_log_ppl": by_response,
+            "actor/entropy": entropy,
+            "response_length/min": min(lengths),
+            "response_length/mean": float(np.mean(lengths)),
+            "response_length/max": max(lengths),
+        })  # fmt: skip
+    return rows
+
+
+SAMPLED = "sampled-otherwise"
+
+
+@pytest.mark.parametrize(
+    ("lengths_of", "nats_of"),
+    [
+        (lambda draw: draw.choice([2, 200]), lambda length: 2.0 if length < 10 else 0.2),
+        (lambda draw: draw.choice([2, 200]), lambda length: 0.2 if length < 10 else 2.0),
+        (lambda draw: draw.randint(1, 400), lambda length: 3.0 / length**0.5),
+    ],
+)
+def test_an_honest_engine_with_uneven_lengths_is_not_accused(lengths_of, nats_of):
+    diagnosis = examine(run_log(engine_rows(lengths_of, nats_of), facts=Facts()))
+    assert SAMPLED not in found(diagnosis)
+
+
+@pytest.mark.parametrize("times", [0.45, 2.2])
+def test_with_even_lengths_another_temperature_is_seen(times):
+    rows = engine_rows(lambda draw: draw.randint(95, 105), lambda length: 1.0)
+    for row in rows:
+        row["actor/entropy"] *= times
+    assert examine(run_log(rows, facts=Facts())).findings[0].rule == SAMPLED
+
+
+def test_without_lengths_means_of_responses_and_of_tokens_are_not_compared():
+    rows = engine_rows(lambda draw: 100, lambda length: 1.0)
+    for row in rows:
+        row["actor/entropy"] *= 3.0
+        del row["response_length/min"]
+    diagnosis = examine(run_log(rows, facts=Facts()))
+    assert SAMPLED not in found(diagnosis)
+    assert skipped(diagnosis)[SAMPLED].missing == ("response_length/min",)
+
+
+def z_rows(z, mean, count=40):
+    return {f"{CORR}unit_mean_z": noisy([z] * count), f"{CORR}unit_mean": [mean] * count}
+
+
+def test_a_vocabulary_that_is_cut_unsaid_is_seen_and_nothing_else_is():
+    assert found(diagnosis_of(**z_rows(-4.0, 0.93)))["vocabulary-cut"].severity == "warning"
+    assert "vocabulary-cut" not in found(diagnosis_of(**z_rows(-4.0, 0.999)))  # harmless kernels
+    assert "vocabulary-cut" not in found(diagnosis_of(**z_rows(0.2, 0.98)))
+
+
+def test_a_vocabulary_that_the_spec_cuts_is_no_finding():
+    rows = [row | {f"{CORR}unit_mean_z": -9.0, f"{CORR}unit_mean": 0.9} for row in healthy_rows()]
+    assert "vocabulary-cut" in found(examine(run_log(rows)))
+    assert "vocabulary-cut" not in found(examine(run_log(rows, "rollout.top_p=0.9")))
+
+
+@pytest.mark.parametrize("is_severed", [True, False])
+def test_diagnose_asks_the_dumps_of_a_run_itself(tmp_path, policies, capsys, is_severed):  # noqa: F811
+    run_dir = run_of(tmp_path, policies, (lambda version: 0) if is_severed else (lambda version: version))
+    rows = [row | {"step": step} for step, row in enumerate(healthy_rows()[:6], 1)]
+    (run_dir / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    capsys.readouterr()
+    assert rlctl(["diagnose", str(run_dir), "--trust"]) == 0
+    out = capsys.readouterr().out
+    assert ("new weights were never delivered" in out) is is_severed
+    assert ("weight sync" in out.splitlines()[0]) is is_severed

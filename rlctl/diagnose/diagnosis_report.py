@@ -110,6 +110,8 @@ def run_report(diagnosis: Diagnosis) -> RunReport:
 def todo(diagnosis: Diagnosis) -> str:
     """The thing to do, in one line: the first remedy of the first finding, and that finding."""
     first = next((one for one in diagnosis.findings if one.severity != "info"), None)
+    if first is None and diagnosis.run.is_supervised:
+        return "nothing of reinforcement learning: a log of supervised fine-tuning, which no rule judges"
     if first is None:
         return (
             "nothing to change" if diagnosis.status == "no warnings" else "log more: too little was checked"

@@ -157,6 +157,9 @@ class Rule:
         starts = [one.first_step for one in result.evidence if one.first_step is not None]
         since = min(starts, default=None) if result.since is None else result.since
         fixes = self._fixes(run) if result.fixes is None else tuple(result.fixes)
+        if _is_over(result, run):
+            result = replace(result, severity="info", what=f"was: {result.what}")
+            fixes = ()
         if since is not None and since <= th.FIRST_STEP:  # before the first update, or in its batch
             fixes = tuple(fix for fix in fixes if not fix.of_updates)
         if result.severity == "critical" and not fixes:
@@ -189,6 +192,12 @@ class Rule:
                 why = f"{key} was logged at {count} of the {min_steps} steps that the rule needs"
                 return Skipped(why, needs_steps=min_steps)
         return None
+
+
+def _is_over(found: Detection, run: RunLog) -> bool:
+    """Whether no figure shows the fault any more, and the run learned all the same."""
+    is_over = bool(found.evidence) and not any(one.lasts for one in found.evidence)
+    return is_over and found.severity != "info" and (run.has_learned or run.has_gained)
 
 
 def detect_crossing(run: RunLog, levels: Levels, what: str, series: Series | None = None) -> Detection | None:
@@ -269,6 +278,8 @@ class Diagnosis:
         severities = [finding.severity for finding in self.findings]
         if worst := next((one for one in SEVERITIES[:2] if one in severities), None):
             return worst
+        if self.run.is_supervised:
+            return "insufficient data"
         is_enough = len(self.checked) >= MIN_RULES and len(self.run.table.steps) >= MIN_STEPS
         return "no warnings" if is_enough else "insufficient data"
 

@@ -41,6 +41,14 @@ def sampled_by_others(run: RunLog) -> Detection | Skipped | None:
     )
 
 
+def _not_cut(run: RunLog) -> str:
+    if run.spec is None:
+        return "" if _Z in run.table.columns else "only rlctl logs it"
+    rollout = run.spec.rollout
+    is_truncated = rollout.top_p < 1.0 or rollout.top_k > 0 or rollout.min_p > 0.0
+    return "sampling is truncated, as the spec says" if is_truncated else ""
+
+
 @Rule(
     "vocabulary-cut", one_of=(_Z, _MEAN),
     thresholds=f"— / z < {CUT_Z:g}, over {CUT_MASS:.0%} of the probability / —",
@@ -52,7 +60,7 @@ def sampled_by_others(run: RunLog) -> Detection | Skipped | None:
         fix.by_hand("check that log-probs are not clamped from below"),
         fix.FIND_THE_CAUSE,
     ),
-    not_applicable=lambda run: "sampling is truncated, as the spec says" if _is_truncated(run) else "",
+    not_applicable=_not_cut,
 )  # fmt: skip
 def vocabulary_cut(run: RunLog) -> Detection | None:
     """Tokens are drawn from the whole vocabulary.
@@ -73,8 +81,3 @@ def vocabulary_cut(run: RunLog) -> Detection | None:
     if run.dumps is not None and run.dumps.sampler and run.dumps.z < CUT_Z:
         return replace(found, evidence=(seen, Evidence(_DUMP, f"z {run.dumps.z:.3g}: {run.dumps.sampler}")))
     return found
-
-
-def _is_truncated(run: RunLog) -> bool:
-    rollout = run.spec.rollout if run.spec else None
-    return rollout is not None and (rollout.top_p < 1.0 or rollout.top_k > 0 or rollout.min_p > 0.0)

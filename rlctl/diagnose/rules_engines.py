@@ -230,7 +230,8 @@ def sampled_otherwise(run: RunLog) -> Detection | Skipped | None:
         _TRAINING_PPL, _ROLLOUT_PPL, _ENTROPY, *_LENGTHS
     )
     shortest, mean, longest = (np.maximum(each, 1.0) for each in lengths)
-    scale = np.clip(entropy / np.maximum(ours, SURE_NATS), shortest / mean, longest / mean)
+    least, most = np.minimum(shortest / mean, 1.0), np.maximum(longest / mean, 1.0)
+    scale = np.clip(entropy / np.maximum(ours, SURE_NATS), least, most)
     ours, theirs = scale * ours, scale * theirs
     nats = ours - entropy
     # Where the log-probs differ too, other rules apply; only one of the means includes failed samples.

@@ -70,6 +70,7 @@ def random_tokens(run: RunLog) -> Detection | None:
             verl="trainer.critic_warmup",
         ),
     ),
+    not_applicable=lambda run: "no critic is trained" if run.facts.has_critic is False else "",
 )  # fmt: skip
 def critic(run: RunLog) -> Detection | Skipped | None:
     """The critic predicts returns better than a constant does."""

@@ -446,7 +446,7 @@ def no_format(run: RunLog) -> Detection | Skipped | None:
         if (match := key_pattern(_TERM).fullmatch(key)) and _FORMAT.search(match["term"])
     }
     if not named:
-        return Skipped("no reward for the form of responses is logged", (_TERM,))
+        return Skipped("no reward for the form of responses is logged")
     never = [term for term, series in named.items() if len(series) and not series.values.any()]
     # A penalty for the form is 0 where the form is right: then something else would have to be negative.
     if not never or len(never) < len(named) or np.median(score.values[-th.WINDOW :]) >= 0.0:

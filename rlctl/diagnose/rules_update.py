@@ -353,6 +353,8 @@ def zero_advantages(run: RunLog) -> Detection | None:
         message += ", although rewards differ"
     elif score is not None:
         cause = f"every response has the same reward ({score:.3g}): nothing to compare"
+    if run.facts.has_critic and cause is None:
+        cause = "the rewards do not reach the returns, or the critic's values are the returns"
     seen = evidence_over(during, _ADVANTAGE_ENDS[0], "0, as is the smallest")
     return Detection("critical", message, (seen,), cause)
 

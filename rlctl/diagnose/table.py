@@ -19,6 +19,9 @@ if TYPE_CHECKING:
 
 #: Note of a log whose rows have no step.
 COUNTED = "the printed lines have no step: they are counted from 1"
+_LOSS = "actor/pg_loss"
+#: Metrics that training without reinforcement learning has, too.
+_OF_ANY_TRAINING = frozenset({_LOSS, "actor/grad_norm", "actor/lr", "actor/entropy", "timing_s/step"})
 #: Stands for standard input.
 STDIN = Path("-")
 Framework = str  # as a reader's file names it, or `unknown`
@@ -196,6 +199,13 @@ class RunLog:
         if any(age.max() > 0.0 for age in ages) or (self.facts.is_async and not ages):
             return False
         return self.facts.bypass_mode is False or self.facts.updates_per_batch == 1
+
+    @property
+    def is_supervised(self) -> bool:
+        """Whether the log has a loss and nothing of reinforcement learning: of supervised fine-tuning."""
+        name = self.origins[_LOSS].name if _LOSS in self.origins else ""
+        is_plain = name.rpartition("/")[2] in {"loss", "train_loss"}
+        return is_plain and self.table.columns.keys() <= _OF_ANY_TRAINING
 
     @property
     def has_first_step(self) -> bool:

@@ -1,7 +1,8 @@
 """Evidence from a run's dumped rollouts, which decides what its log leaves open.
 
-The test of the sampler's log-probs reads the dumps. Which of the kept weights sampled is asked where they are
-small enough to be scored in seconds; it needs the permission that the run's own code needs.
+The test of the sampler's log-probs reads the dumps of a run that does not log it. Which of the kept weights
+sampled is asked where the policies are visibly apart, and the weights small enough to be scored in seconds; it
+needs the permission that the run's own code needs. Both import torch, which takes longer than a diagnosis.
 """
 
 from __future__ import annotations
@@ -14,22 +15,29 @@ from dataclasses import replace
 from pathlib import Path
 
 from rlctl.diagnose.table import DumpEvidence, RunLog
+from rlctl.diagnose.thresholds import K3
 from rlctl.errors import RlctlError
 from rlctl.track.jsonl import METRICS_FILE
-from rlctl.track.rollouts import ROLLOUTS_DIR
 
 #: Bytes of all kept weights together up to which they are compared unasked.
 LARGEST = 1 << 30
+#: Distance of the policies, in nats per token, from which it is asked who sampled.
+APART = 1e-3
 
 
 def with_dumps(run: RunLog, *, trust: bool = False) -> RunLog:
     """A copy of the run with the evidence of its dumps; the run itself without any, or without torch."""
     directory = run.path.parent
-    has_dumps = run.spec is not None and run.path.name == METRICS_FILE and _size(directory / ROLLOUTS_DIR) > 0
+    is_own = run.spec is not None and run.path.name == METRICS_FILE
+    # Without this pattern, which costs no import, there is no dump.
+    has_dumps = is_own and any(directory.glob("*/rollouts-*.parquet"))
     if not has_dumps or importlib.util.find_spec("torch") is None:
         return run
     evidence, notes = DumpEvidence(), []
-    for add in (_sampler_test, _who_sampled):
+    logged, gap = run.table.series("rollout_corr/log_wealth"), run.table.series(K3.key).values
+    asked = [_sampler_test] if not len(logged) else []
+    asked += [_who_sampled] if not len(gap) or gap.max() > APART else []
+    for add in asked:
         try:
             with contextlib.redirect_stdout(sys.stderr):  # libraries print when they are imported
                 evidence = add(evidence, directory, trust)

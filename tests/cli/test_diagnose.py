@@ -29,9 +29,13 @@ def _wide_plain_terminal(monkeypatch):
 def test_a_healthy_run_is_told_so_with_what_was_checked(healthy, capsys):
     assert run(["diagnose", str(healthy), "--fail-on", "warning"]) == 0
     out = capsys.readouterr().out
+    assert out.splitlines()[0] == "nothing to change"
     assert "no warnings" in out
+    assert "ok  " not in out
+    assert run(["diagnose", str(healthy), "--all"]) == 0
+    out = capsys.readouterr().out
     assert "ok       gradient-norm" in out
-    assert re.search("n/a: .*probability-gap", out)
+    assert re.search("n/a +probability-gap", out)
 
 
 def test_what_could_not_be_checked_is_told_with_the_key(tmp_path, capsys):
@@ -47,6 +51,33 @@ def test_what_could_not_be_checked_is_told_with_the_key(tmp_path, capsys):
     assert run(["diagnose", str(run_dir / "metrics.jsonl"), "--format", "json"]) == 0
     [document] = json.loads(capsys.readouterr().out)["runs"]
     assert {one["rule"]: one["missing"] for one in document["skipped"]}["entropy"] == ["actor/entropy"]
+
+
+def test_the_thing_to_do_is_on_the_first_line(sick, capsys):
+    assert run(["diagnose", str(sick)]) == 0
+    first = capsys.readouterr().out.splitlines()[0]
+    assert first.startswith(
+        "set actor.ppo_mini_batch_size=null — because trained and sampling policy are 0.2"
+    )
+
+
+def test_thirty_runs_are_a_table_with_the_sick_ones_first_and_only_these_are_reported(tmp_path, capsys):
+    sick = {4: "kl", 17: "clip", 29: "kl"}
+    for number in range(30):
+        more = {"kl": {f"{CORR}kl": 0.2}, "clip": {"response_length/clip_ratio": 0.2}}.get(
+            sick.get(number), {}
+        )
+        write_run(tmp_path / f"run-{number:02}", [row | more for row in healthy_rows()])
+    assert run(["diagnose", str(tmp_path)]) == 0
+    first, _, _, *lines = capsys.readouterr().out.splitlines()
+    assert first.startswith(f"3 of 30 runs are sick; begin with {tmp_path}/run-04/metrics.jsonl: set actor.")
+    statuses = [re.search("critical|no warnings|warning", line)[0] for line in lines[:30]]
+    assert statuses == ["critical"] * 2 + ["warning"] + ["no warnings"] * 27
+    assert [re.search(r"run-(\d+)", line)[1] for line in lines[:3]] == ["04", "29", "17"]
+    rest = "\n".join(lines[30:])
+    assert sorted(set(re.findall(r"run-(\d+)/metrics", rest))) == ["04", "17", "29"]
+    assert run(["diagnose", str(tmp_path), "--all"]) == 0
+    assert "run-11/metrics.jsonl: steps 1–60" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize(("fail_on", "code"), [(None, 0), ("warning", 3), ("critical", 3)])
@@ -219,7 +250,7 @@ def mine(tmp_path):
 def test_a_users_own_rule_is_applied(mine, tmp_path, capsys):
     rows = [row | {"response_length/mean": 9.0} for row in healthy_rows()]
     short = write_run(tmp_path / "short", rows)
-    own = ["--rules", f"{mine}:short_answers", "--rules", f"{mine}:plain"]
+    own = ["--all", "--rules", f"{mine}:short_answers", "--rules", f"{mine}:plain"]
     assert run(["diagnose", str(short), "--fail-on", "warning", *own]) == 3
     out = capsys.readouterr().out
     assert "WARNING  responses have 9 tokens  [short-answers]" in out

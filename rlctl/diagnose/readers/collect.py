@@ -97,6 +97,7 @@ class Collector:
         self._layouts: dict[tuple[str, ...], _Layout] = {}
         self._nested: set[tuple[str, ...]] = set()
         self._name_sets: dict[frozenset[str], int] = {}
+        self._num_fractions = 0  # rows whose step is no whole number
 
     def add(self, row: Mapping[str, Any]) -> bool:
         """Adds one row; False if it has no step."""
@@ -111,6 +112,8 @@ class Collector:
                 return self.add(row)
             layout = layout or self._layout(row)
         step = None if layout is None else _whole(row[layout.step_key])
+        if layout is not None and step is None and (step := _rounded_down(row[layout.step_key])) is not None:
+            self._num_fractions += 1
         if layout is None or step is None:
             if layout is None or layout.step_key not in OWN_CLOCKS:
                 return False
@@ -170,6 +173,9 @@ class Collector:
             own = np.array(clock.steps)
             kept[name] = _last_pass(own) if in_order else np.ones(len(own), dtype=bool)
             notes += [] if in_order else ["the rows are out of order: they are sorted by step"]
+        if twice := sum(_logged_twice(clock, kept[name]) for name, clock in self._clocks.items()):
+            why = "two processes in one log?"
+            notes.append(f"{twice} steps are logged twice with other values ({why}): the last counts")
         self._drop_stale_evaluations(kept)
         ratio = _updates_per_rollout(self._clocks)
         steps = {name: np.array(clock.steps, dtype=np.int64) for name, clock in self._clocks.items()}
@@ -189,6 +195,8 @@ class Collector:
                 values[places[rows[use]]] = np.array(column.values)[use]  # the last value of a step is kept
                 if bad := [row for row in column.bad if kept[name][row]]:
                     nonfinite[key] = np.union1d(nonfinite.get(key, axis[:0]), steps[name][bad])
+        if self._num_fractions:
+            notes.append(f"{self._num_fractions} steps are no whole numbers: they are rounded down")
         left_out = sum(int((~rows).sum()) for rows in kept.values())
         if left_out:
             notes.append(f"steps go back: {left_out} row(s) that were logged again later are omitted")
@@ -258,6 +266,26 @@ def _whole(value: object) -> int | None:
             return None
         value = int(number)
     return value if -_LARGEST_STEP < value < _LARGEST_STEP else None
+
+
+def _rounded_down(value: object) -> int | None:
+    """A step that is no whole number, rounded down; None for anything else."""
+    if isinstance(value, bool) or not isinstance(value, float | str):
+        return None
+    number = as_number(value)
+    return int(number // 1) if abs(number) < _LARGEST_STEP else None
+
+
+def _logged_twice(clock: _Clock, kept: NDArray[np.bool_]) -> int:
+    """Number of steps that neighbouring rows log, under one name, with other values."""
+    steps, twice = np.array(clock.steps, dtype=np.int64), set()
+    for column in clock.columns.values():
+        rows = np.array(column.rows, dtype=np.int64)
+        use = kept[rows]
+        own, values = steps[rows[use]], np.array(column.values)[use]
+        again = (np.diff(own) == 0) & (np.diff(values) != 0.0)
+        twice |= set(own[1:][again].tolist())
+    return len(twice)
 
 
 def is_step_or_time(name: str) -> bool:

@@ -25,7 +25,7 @@ Row = dict[str, float | None]
 _TRAINER_KEYS = frozenset(
     {*STEP_KEYS, "epoch", "loss", "train_loss", "eval_loss", "grad_norm", "learning_rate", "lr"}
 )
-_MANY_PATHS, _MANY_NAMES = 3, 5
+_MANY_PATHS, _MANY_NAMES = 3, 4
 #: Keys that occur in configurations as well as in rows.
 _SETTINGS = frozenset({"learning_rate", "lr"})
 _OF_ANY_ROW = frozenset({*STEP_KEYS, "epoch"})
@@ -219,6 +219,7 @@ _DISK, _MOST_WARNINGS = re.compile("|".join(_ENDS["disk"])), 1000
 _STOPS = frozenset({"KeyboardInterrupt", "SignalException"})
 _LONGEST = 500
 _LINES_BETWEEN = 200
+_CUT_OFF = "an exception whose last line is not in the log"
 
 
 def keep_warning(text: str, line: int, warnings: list[LoggedWarning]) -> None:
@@ -255,6 +256,8 @@ class FirstError:
 
     def at_end(self, last_line: int) -> LoggedException | None:
         """The first error since the last row, if the errors go on to near the end of the log."""
+        if not self._found and self._in_traceback:
+            return LoggedException(_CUT_OFF, self._frame, last_line)
         if not self._found or last_line - self._last_line > _LINES_BETWEEN:
             return None
         return next((error for error, is_launcher in self._found if not is_launcher), self._found[0][0])

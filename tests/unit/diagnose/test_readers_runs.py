@@ -70,11 +70,12 @@ def test_the_text_lists_the_runs_first(tmp_path, capsys):
     for seed in (1, 2):
         (tmp_path / f"{seed}.log").write_text(verl(seed) + "Segmentation fault\n" * (seed - 1))
     assert run_command(["diagnose", str(tmp_path)]) == 0
-    first, second, third = capsys.readouterr().out.splitlines()[:3]
+    begin, _, first, second, third = capsys.readouterr().out.splitlines()[:5]
+    assert begin.startswith(f"1 of 2 runs are sick; begin with {tmp_path}/2.log: ")
     assert first.split() == ["run", "logged", "by", "steps", "status", "first", "finding"]
     assert second.split()[1:3] == third.split()[1:3] == ["verl", "12"]
-    assert "critical" in third
-    assert "Segmentation fault" in third
+    assert "critical" in second
+    assert "Segmentation fault" in second
 
 
 @pytest.mark.parametrize("places", [("a/run.log", "a/out.jsonl"), ("a/run.log", "a/b/c/out.jsonl"),

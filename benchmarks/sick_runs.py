@@ -100,9 +100,7 @@ def _rules(names: str) -> frozenset[str]:
     return frozenset(names.split())
 
 
-_GAP = _rules(
-    "policy-gap probability-gap stale-weights weight-mean sampler-log-probs sampler-check who-sampled"
-)
+_GAP = _rules("policy-gap probability-gap stale-weights weight-mean sampler-log-probs who-sampled")
 _SYNC = "synchroni|weight sync|prove-sync|never delivered|weights"
 _GRADER = "grader|reward"
 #: Kinds with which the rules were developed, and the others, which were looked at once.

@@ -108,8 +108,9 @@ def not_finite(run: RunLog) -> Detection | Skipped | None:
 def _rate_for(run: RunLog, step: int, size: float) -> Fix:
     """Fix for updates that have a size, in nats, at a step: the size grows with the square of the rate.
 
-    The peak is scaled by the wanted factor, so that warm-up and decay stay as they are. In a warm-up that is
-    far from its peak, larger updates need a shorter one.
+    The peak is scaled by the wanted factor, so that warm-up and decay stay as they are; where updates are too
+    large during the warm-up, from the rate of that step. In a warm-up that is far from its peak, larger
+    updates need a shorter one.
     """
     rates = run.table.series(_LR)
     rate, peak = rates.values[rates.steps == step], fix.peak_rate(run)
@@ -118,7 +119,9 @@ def _rate_for(run: RunLog, step: int, size: float) -> Fix:
         return fix.shorter_warm_up(run)
     if not rate.any() or peak is None:
         return fix.by_hand(f"{'lower' if size > USUAL_UPDATE else 'raise'} the learning rate")
-    is_before_peak = fix.is_warming_up(run)
+    # The warm-up goes on after this step, so that the peak itself has to be of this size.
+    is_in_warm_up = factor < 1.0 and step < rates.steps[int(np.argmax(rates.values))]
+    is_before_peak = fix.is_warming_up(run) or is_in_warm_up
     wanted = (rate[0] if is_before_peak else peak) * factor
     why = f"for updates of about {USUAL_UPDATE:g} nats per batch: they grow with the square of the rate"
     return fix.change(f"actor.lr={wanted:.2g}", why=why)

@@ -1,8 +1,8 @@
 """Evidence from a run's dumped rollouts, which decides what its log leaves open.
 
 The test of the sampler's log-probs reads the dumps of a run that does not log it. Which of the kept weights
-sampled is asked where the policies are visibly apart, and the weights small enough to be scored in seconds; it
-needs the permission that the run's own code needs. Both import torch, which takes longer than a diagnosis.
+sampled is asked where the policies are visibly apart, and the weights small enough to be scored in seconds;
+it needs the permission that the run's own code needs. Both import torch, which takes longer than a diagnosis.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from rlctl.track.jsonl import METRICS_FILE
 #: Bytes of all kept weights together up to which they are compared unasked.
 LARGEST = 1 << 30
 #: Distance of the policies, in nats per token, from which it is asked who sampled.
-APART = 1e-3
+APART = 0.01
 
 
 def with_dumps(run: RunLog, *, trust: bool = False) -> RunLog:

@@ -221,3 +221,15 @@ def test_a_critical_finding_without_a_known_change_says_what_to_read():
     rule = Rule("own", detect=lambda run: Detection("critical", "broken", ()))
     [finding] = examine(run_log(healthy_rows(20)), [rule]).findings
     assert "read the responses" in advice(finding)
+
+
+@pytest.mark.parametrize(("at", "most"), [(1, 2e-2), (4, 8e-2)])
+def test_updates_that_are_too_large_in_a_warm_up_lower_the_peak_below_the_rate_of_their_step(at, most):
+    rates = [1e-1 * min(1.0, (step + 1) / 10) for step in range(60)]
+    sizes = [0.3 if step == at else 0.05 if step < at else 1e-9 for step in range(60)]
+    rows = healthy_rows(60)
+    for row, rate, size in zip(rows, rates, sizes, strict=True):
+        row |= {"actor/lr": rate, K3: size, SCORE: 0.0}
+    changed = settings(examine(run_log(rows, "actor.lr=1e-1", "actor.lr_warmup_steps=20")), "large-updates")
+    assert float(changed["actor.lr"]) < most
+    assert float(changed["actor.lr"]) < rates[at] * 0.2

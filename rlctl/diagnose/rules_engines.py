@@ -207,7 +207,7 @@ def _not_judged(run: RunLog) -> Skipped | None:
 
 
 @Rule(
-    "sampled-otherwise", needs=(_TRAINING_PPL, _ROLLOUT_PPL, _ENTROPY, *_LENGTHS), uses=(_FAILED,),
+    "sampled-otherwise", needs=(_TRAINING_PPL, _ROLLOUT_PPL, _ENTROPY), uses=(_FAILED, *_LENGTHS),
     signal="mean −log π of the samples (`rollout_corr/training_log_ppl`) over `actor/entropy`, if they "
     f"differ by {SAMPLED_NATS:g} nats and both sides agree on the log-probs; what the lengths of responses "
     "may explain is subtracted",
@@ -226,6 +226,8 @@ def sampled_otherwise(run: RunLog) -> Detection | Skipped | None:
     the mean over tokens is at least l/m and at most h/m times the mean over responses, because −log π is
     never negative. Of this interval, the value that is nearest to the entropy is compared.
     """
+    if missing := tuple(key for key in _LENGTHS if not len(run.table.series(key))):
+        return Skipped("a mean over responses and one over tokens", missing)
     steps, (ours, theirs, entropy, *lengths) = run.table.aligned(
         _TRAINING_PPL, _ROLLOUT_PPL, _ENTROPY, *_LENGTHS
     )

@@ -67,7 +67,7 @@ def test_thirty_runs_are_a_table_with_the_sick_ones_first_and_only_these_are_rep
         more = {"kl": {f"{CORR}kl": 0.2}, "clip": {"response_length/clip_ratio": 0.2}}.get(
             sick.get(number), {}
         )
-        write_run(tmp_path / f"run-{number:02}", [row | more for row in healthy_rows()])
+        write_run(tmp_path / f"run-{number:02}", [row | more for row in healthy_rows(60, number)])
     assert run(["diagnose", str(tmp_path)]) == 0
     first, _, _, *lines = capsys.readouterr().out.splitlines()
     assert first.startswith(f"3 of 30 runs are sick; begin with {tmp_path}/run-04/metrics.jsonl: set actor.")

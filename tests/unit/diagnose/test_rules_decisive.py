@@ -141,7 +141,7 @@ def test_a_vocabulary_that_the_spec_cuts_is_no_finding():
 @pytest.mark.parametrize("is_severed", [True, False])
 def test_diagnose_asks_the_dumps_of_a_run_itself(tmp_path, policies, capsys, is_severed):  # noqa: F811
     run_dir = run_of(tmp_path, policies, (lambda version: 0) if is_severed else (lambda version: version))
-    rows = [row | {"step": step} for step, row in enumerate(healthy_rows()[:6], 1)]
+    rows = [row | {"step": step, K3: 0.05} for step, row in enumerate(healthy_rows()[:6], 1)]
     (run_dir / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     capsys.readouterr()
     assert rlctl(["diagnose", str(run_dir), "--trust"]) == 0

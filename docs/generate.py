@@ -374,6 +374,7 @@ TABLES: dict[str, Callable[[], str]] = {
         for framework in (
             *("verl", "trl", "trl_async", "trl_ppo", "ms_swift", "llama_factory", "openrlhf", "slime"),
             *("prime_rl", "nemo_rl", "skyrl", "areal", "torchforge", "roll", "oat", "open_instruct"),
+            "tinker",
         )
     },
 }

@@ -12,12 +12,15 @@ from rlctl.engine.checkpoint import CHECKPOINTS, newest_intact
 from rlctl.engine.ranks import Ranks
 from rlctl.run_spec.load import load_spec
 from rlctl.train.saving import save_checkpoint
+from tests.models import tiny_model
 from tests.processes import on_ranks
+from tests.unit.engine.engine_jobs import FSDP, actor_of
+from tests.unit.engine.lora_jobs import SETTINGS
 from tests.unit.engine.option_jobs import option_engine
 
 
-def save(ranks: Ranks, root: str) -> list[str]:
-    """Save a run of ZeRO 2; the files that this rank read again to hash them."""
+def save(ranks: Ranks, root: str, stage: int) -> list[str]:
+    """Save a run of a ZeRO stage, or of FSDP2; the files that this rank read again to hash them."""
     read: list[str] = []
     hash_again = checkpoint.hash_and_sync
 
@@ -41,7 +44,9 @@ def save(ranks: Ranks, root: str) -> list[str]:
         capabilities=(),
         rollout_writer=None,
         tokenizer=nothing,
-        actor=option_engine(ranks, (2, "fp32", 0, False, "none")),
+        actor=actor_of(tiny_model(), ranks, FSDP, dtype=torch.float32, **SETTINGS)
+        if stage == FSDP
+        else option_engine(ranks, (stage, "fp32", 0, False, "none")),
         critic=None,
         policy_version=3,
     )
@@ -50,7 +55,7 @@ def save(ranks: Ranks, root: str) -> list[str]:
 
 
 def test_no_rank_reads_another_ranks_shard_again(tmp_path: Path) -> None:
-    read = on_ranks(2, save, str(tmp_path), where=tmp_path)[0]
+    read = on_ranks(2, save, str(tmp_path), 2, where=tmp_path)[0]
     names = {rank: {name for reader, name in read if reader == rank} for rank in (0, 1)}
     assert not any(name.endswith(".pt") for name in names[0] | names[1]), names
     assert not names[0] & names[1]
@@ -64,3 +69,14 @@ def test_no_rank_reads_another_ranks_shard_again(tmp_path: Path) -> None:
     shards = sorted((found.path / "engine").rglob("*optim_states.pt"))
     assert len(shards) == 2
     assert all(torch.load(shard, weights_only=False) for shard in shards)
+
+
+def test_ranks_of_fsdp_hash_what_they_write(tmp_path: Path) -> None:
+    """Else the main rank's node would hash the states of all nodes."""
+    read = on_ranks(2, save, str(tmp_path), FSDP, where=tmp_path)[0]
+    assert not [name for _, name in read if name.endswith(".distcp")]
+    found, notes = newest_intact(tmp_path / CHECKPOINTS, set_aside=True)
+    assert found is not None
+    assert notes == []
+    _, manifest = checkpoint._read_manifest(found.path)
+    assert len([name for name in manifest if name.endswith(".distcp")]) == 2

@@ -66,29 +66,31 @@ def confirm_sync(run: Run, step: int) -> dict[str, float]:
     """
     if not run.spec.rollout_engine.checks_syncs:
         return {}
-    found = _checked(run, [("", _probe(run, run.rollout, step))], step)
-    total = sum(one.tokens for one in found)
+    distances = _checked(run, [("", _probe(run, run.rollout, step))], step)
+    num_tokens = sum(replica.tokens for replica in distances)
     return {
-        "rollout/sync_gap": sum(one.new * one.tokens for one in found) / total,
-        ENGINE: sum(one.square * one.tokens for one in found) / total,
+        "rollout/sync_gap": sum(replica.new * replica.tokens for replica in distances) / num_tokens,
+        ENGINE: sum(replica.square * replica.tokens for replica in distances) / num_tokens,
     }
 
 
 def _checked(run: Run, probes: list[tuple[str, TokenBatch]], step: int) -> list[_Distance]:
     """Distances of the engine from the policy; raises as `confirm_sync`."""
-    found = [one for name, batch in probes for one in _compared(run, name, batch, _policy(run, batch))]
-    for one in found:
+    distances: list[_Distance] = []
+    for name, batch in probes:
+        distances += _compared(run, name, batch, _policy(run, batch))
+    for replica in distances:
         # An adapter that the engine ignores shows long before the gap to the policy is large.
-        if one.new > SMALLEST_GAP and one.new > 2 * one.base:
-            raise _without_adapter(one, one.replica)
-        if not one.new <= LARGEST_GAP:  # NaN too
+        if replica.new > SMALLEST_GAP and replica.new > 2 * replica.base:
+            raise _without_adapter(replica, replica.name)
+        if not replica.new <= LARGEST_GAP:  # NaN too
             raise RunFailure(
-                f"after a weight sync the log-probs of {one.replica} are {one.new:.3g} nats per token away "
-                "from the trainer's: it does not sample with the synced weights",
+                f"after a weight sync the log-probs of {replica.name} are {replica.new:.3g} nats per token "
+                "away from the trainer's: it does not sample with the synced weights",
                 where=f"rollout.name: {run.spec.rollout.name}, step {step}",
                 fix="`rlctl diagnose mismatch` names the cause",
             )
-    return found
+    return distances
 
 
 def prove_sync(run: Run, step: int) -> str:
@@ -105,26 +107,20 @@ def prove_sync(run: Run, step: int) -> str:
     """
     probes = _probes(run, step)
     usual = _worst(_checked(run, probes, step))
-    own = [(name, batch, _policy(run, batch)) for name, batch in probes]
-    for bit in _BITS:
-        with run.actor.perturbed(bit):
-            moved = [(name, batch, _policy(run, batch), old) for name, batch, old in own]
-        change = min(one.change for row in moved for one in _compared(run, *row))
-        if change >= max(_CLEAR * usual, _VISIBLE):
-            break
-    else:
-        what = f"a change of the weights moves log-probs by {change:.2g} nats per token"
-        return f"warning: the weight sync is not proven: {what}, engine and trainer differ by {usual:.2g}"
-    found = _after_change(run, step, bit)
-    lost = [one for one in found if not one.has_new]
-    parts = []
-    if lost and not any(one.has_old for one in lost):
-        for part, names in run.actor.parts.items():
-            seen = [one for one in _after_change(run, step, min(_BITS), names) if one.change > _CLEAR * usual]
-            parts += [part] if any(not one.has_new for one in seen) else []
+    bit, change = _visible_change(run, probes, usual)
+    if bit is None:
+        return (
+            "warning: the weight sync is not proven: a change of the weights moves log-probs by "
+            f"{change:.2g} nats per token, engine and trainer differ by {usual:.2g}"
+        )
+    distances = _after_change(run, step, bit)
+    stale = [replica for replica in distances if not replica.has_new]
+    unreached: list[str] = []
+    if stale and not any(replica.has_old for replica in stale):
+        unreached = _unreached_weights(run, step, usual)
     run.rollout.sync_weights(run.actor, policy_version=run.policy_version)
-    if lost:
-        raise _unproven(run, lost, len(found), parts)
+    if stale:
+        raise _unproven(run, stale, len(distances), unreached)
     left = _worst(_checked(run, _probes(run, step), step))
     if not left <= _NEAR * change:
         raise RunFailure(
@@ -132,35 +128,80 @@ def prove_sync(run: Run, step: int) -> str:
             f"{left:.2g} nats per token away from the trainer's, {usual:.2g} before",
             where=f"rollout.name: {run.spec.rollout.name}",
         )
-    reached = f"all {len(found)} replicas" if len(found) > 1 else found[0].replica
+    reached = f"all {len(distances)} replicas" if len(distances) > 1 else distances[0].name
     return (
         f"the weight sync reaches {reached}: a change of the weights moves log-probs by {change:.2g} nats "
-        f"per token, the same in trainer and engine up to {_worst(found):.1g}, and can be undone"
+        f"per token, the same in trainer and engine up to {_worst(distances):.1g}, and can be undone"
     )
 
 
-def _unproven(run: Run, lost: list[_Distance], count: int, parts: list[str]) -> RunFailure:
-    """The error that names what does not arrive."""
-    where, one = f"rollout.name: {run.spec.rollout.name}", lost[0]
-    who = one.replica if len(lost) in {1, count} else f"{one.replica} and {len(lost) - 1} other replicas"
-    who = f"every replica ({who}, …)" if 1 < count == len(lost) else who
-    far = f"after a change of the weights, its log-probs are {one.new:.2g} nats away from the trainer's"
-    if len(lost) == count and one.base <= _NEAR * one.new:
-        return _without_adapter(one, who)
-    if one.has_old:
-        what = f"no weight sync reaches {who}: {far}, and those of the weights before it"
-        return RunFailure(what, where=where, fix="restart that engine; see its log for a failed update")
-    named = f" {', '.join(parts)}" if parts else " some weights"
+def _visible_change(run: Run, probes: list[tuple[str, TokenBatch]], usual: float) -> tuple[int | None, float]:
+    """The smallest change of the weights that shows in every replica's log-probs.
+
+    Args:
+        usual: distance of engine and trainer before any change, nats per token.
+
+    Returns:
+        Its bit, see `_BITS`, None if no change shows; by how many nats per token the last one tried moves
+        log-probs.
+    """
+    before = [_policy(run, batch) for _, batch in probes]
+    change = 0.0
+    for bit in _BITS:
+        with run.actor.perturbed(bit):
+            after = [_policy(run, batch) for _, batch in probes]
+        moved: list[_Distance] = []
+        for (name, batch), new, old in zip(probes, after, before, strict=True):
+            moved += _compared(run, name, batch, new, old)
+        change = min(replica.change for replica in moved)
+        if change >= max(_CLEAR * usual, _VISIBLE):
+            return bit, change
+    return None, change
+
+
+def _unreached_weights(run: Run, step: int, usual: float) -> list[str]:
+    """Names of those groups of weights whose largest change some replica does not show."""
+    unreached = []
+    for group, names in run.actor.parts.items():
+        visible = [
+            replica
+            for replica in _after_change(run, step, min(_BITS), names)
+            if replica.change > _CLEAR * usual
+        ]
+        if any(not replica.has_new for replica in visible):
+            unreached.append(group)
+    return unreached
+
+
+def _unproven(run: Run, stale: list[_Distance], num_replicas: int, unreached: list[str]) -> RunFailure:
+    """The error that names what does not arrive, and where."""
+    where, first = f"rollout.name: {run.spec.rollout.name}", stale[0]
+    if 1 < num_replicas == len(stale):
+        who = f"every replica ({first.name}, …)"
+    elif len(stale) > 1:
+        who = f"{first.name} and {len(stale) - 1} other replicas"
+    else:
+        who = first.name
+    far = f"after a change of the weights, its log-probs are {first.new:.2g} nats away from the trainer's"
+    if len(stale) == num_replicas and first.base <= _NEAR * first.new:
+        return _without_adapter(first, who)
+    if first.has_old:
+        return RunFailure(
+            f"no weight sync reaches {who}: {far}, and those of the weights before it",
+            where=where,
+            fix="restart that engine; see its log for a failed update",
+        )
+    weights = ", ".join(unreached) or "some weights"
     fix = "sample with rollout.name=hf, or use an engine that reloads them"
-    if any("tied" in part for part in parts):
+    if any("tied" in group for group in unreached):
         fix = f"untie the output head, or let the engine repack it after a reload; or {fix}"
-    return RunFailure(f"a weight sync to {who} does not reach{named}: {far}", where=where, fix=fix)
+    return RunFailure(f"a weight sync to {who} does not reach {weights}: {far}", where=where, fix=fix)
 
 
-def _without_adapter(one: _Distance, who: str) -> RunFailure:
+def _without_adapter(replica: _Distance, who: str) -> RunFailure:
     return RunFailure(
-        f"{who} samples without the adapter: its log-probs are {one.new:.3g} nats per token away from the "
-        f"policy's and {one.base:.3g} from the base model's",
+        f"{who} samples without the adapter: its log-probs are {replica.new:.3g} nats per token away from "
+        f"the policy's and {replica.base:.3g} from the base model's",
         where="rollout.name",
         fix=MERGE_LORA,
     )
@@ -170,7 +211,7 @@ def _without_adapter(one: _Distance, who: str) -> RunFailure:
 class _Distance:
     """Distances over the tokens that a replica sampled, in nats per token."""
 
-    replica: str
+    name: str  # of the replica
     tokens: float
     #: mean |log π − log π_rollout|: of the policy, of the one before a change, and without its adapter, if
     #: the engine applies it (else that of the policy)
@@ -191,16 +232,21 @@ class _Distance:
         return self.old <= _NEAR * self.change
 
 
-def _worst(found: list[_Distance]) -> float:
-    return max((one.new for one in found), key=lambda gap: (math.isnan(gap), gap))
+def _worst(distances: list[_Distance]) -> float:
+    """The largest distance from the policy; NaN if one is NaN."""
+    return max((replica.new for replica in distances), key=lambda gap: (math.isnan(gap), gap))
 
 
 def _after_change(run: Run, step: int, bit: int, names: Collection[str] | None = None) -> list[_Distance]:
     """Changes these weights, syncs, and samples with each replica; the trainer's are then as before."""
     with run.actor.perturbed(bit, names):
         run.rollout.sync_weights(run.actor, policy_version=run.policy_version)
-        new = [(name, batch, _policy(run, batch)) for name, batch in _probes(run, step)]
-    return [one for row in new for one in _compared(run, *row, _policy(run, row[1]))]
+        probes = _probes(run, step)
+        changed = [_policy(run, batch) for _, batch in probes]
+    distances: list[_Distance] = []
+    for (name, batch), new in zip(probes, changed, strict=True):
+        distances += _compared(run, name, batch, new, old=_policy(run, batch))
+    return distances
 
 
 #: Probes are sampled without truncation, and nothing but experts is recorded.
@@ -258,24 +304,27 @@ def _compared(
     Raises:
         RunFailure: no token was sampled.
     """
-    rollout, old = batch.rollout_log_probs, new if old is None else old
+    rollout = batch.rollout_log_probs
+    old = new if old is None else old
     base = run.base.log_probs(batch.inputs) if run.base and run.spec.syncs_adapter else new
-    parts = torch.stack(
+    summands = torch.stack(
         [torch.ones_like(new), new - rollout, old - rollout, base - rollout, new - old, (new - rollout) ** 2]
     )
-    columns = parts.abs().double().cpu()
+    summands = summands.abs().double().cpu()
     source = batch.units.episode.spread(batch.group_ids // PROBE_PROMPTS).cpu()
     world = run.ranks.world_size
-    sums = [columns[:, source == rank].sum(1).tolist() for rank in range(world)]
-    total = torch.tensor(run.ranks.sum([value for of_rank in sums for value in of_rank]), dtype=torch.float64)
-    rows = total.view(world, len(columns))
-    rows = rows.sum(0, keepdim=True) if name else rows
-    if not rows[:, 0].all():
+    own_sums = torch.stack([summands[:, source == rank].sum(1) for rank in range(world)])
+    all_sums = torch.tensor(run.ranks.sum(own_sums.flatten().tolist()), dtype=torch.float64)
+    by_source = all_sums.view(world, len(summands))
+    if name:
+        names, by_replica = [name], by_source.sum(0, keepdim=True)
+    elif world == 1:
+        names, by_replica = ["the rollout engine"], by_source
+    else:
+        names, by_replica = [f"the engine of rank {rank}" for rank in range(world)], by_source
+    if not by_replica[:, 0].all():
         raise RunFailure("the rollout engine sampled no token after a weight sync", where="rollout.name")
-    names = [
-        name or ("the rollout engine" if world == 1 else f"the engine of rank {r}") for r in range(world)
-    ]
     return [
-        _Distance(replica, tokens, *(value / tokens for value in more))
-        for replica, (tokens, *more) in zip(names, rows.tolist(), strict=False)
+        _Distance(replica, num_tokens, *(value / num_tokens for value in sums))
+        for replica, (num_tokens, *sums) in zip(names, by_replica.tolist(), strict=True)
     ]

@@ -255,6 +255,8 @@ class Registry(Mapping[str, Callable[..., Any]]):
             UsageError: there is none, or the user's file or the package cannot be imported.
         """
         self._load()
+        if name in self._parts:
+            return self._parts[name]
         if kind := self._with_argument(name):
             return replace(self._parts[kind], name=name)
         name = absolute_name(name)

@@ -134,6 +134,20 @@ def place_of(row: Row) -> str:
     return row.where or f"row {row.index}"
 
 
+def _task_of(row: Row, text: str, ids: list[int]) -> Task:
+    """The row as an environment reads it, with its rendered prompt as text and as tokens."""
+    return Task(
+        prompt_ids=ids,
+        text=text,
+        row=row.index,
+        data_source=row.data_source,
+        ground_truth=row.ground_truth,
+        extra_info=row.extra,
+        messages=messages_of(row),
+        environment=row.environment,
+    )
+
+
 class PromptDataset:
     """Prompts for a model, as token ids.
 
@@ -163,6 +177,7 @@ class PromptDataset:
         self.rows: list[Row] = []  # those kept, in order
         self.token_ids: list[list[int]] = []
         self.texts: list[str] = []  # their rendered prompts
+        self._tasks: list[Task] = []  # the same, for environments and graders
         renderer = Renderer(tokenizer, chat_template_kwargs)
         for start in range(0, len(rows), TOKENISE_AT_ONCE):
             chunk = rows[start : start + TOKENISE_AT_ONCE]
@@ -170,13 +185,11 @@ class PromptDataset:
             encoded = renderer.encode(texts)
             for number, (row, text, ids) in enumerate(zip(chunk, texts, encoded, strict=True), start):
                 renderer.check_start(row, ids)
-                length = len(ids)
-                if first_length is not None:
-                    messages, chosen = messages_of(row), row.environment
-                    task = Task(ids, text, row=row.index, messages=messages, environment=chosen)
-                    length = first_length(task)
+                task = _task_of(row, text, ids)
+                length = len(ids) if first_length is None else first_length(task)
                 if length <= max_prompt_length:
                     kept.append(number)
+                    self._tasks.append(replace(task, row=len(self.rows)))
                     self.rows.append(row)
                     self.token_ids.append(ids)
                     self.texts.append(text)
@@ -245,17 +258,7 @@ class PromptDataset:
     def tasks(self, indices: Sequence[int], group_ids: Sequence[int]) -> list[Task]:
         """The prompts at `indices`; `group_ids` are their positions in the batch over all ranks."""
         return [
-            Task(
-                prompt_ids=self.token_ids[index],
-                text=self.texts[index],
-                group_id=group_id,
-                row=index,
-                data_source=self.rows[index].data_source,
-                ground_truth=self.rows[index].ground_truth,
-                extra_info=self.rows[index].extra,
-                messages=messages_of(self.rows[index]),
-                environment=self.rows[index].environment,
-            )
+            replace(self._tasks[index], group_id=group_id)
             for index, group_id in zip(indices, group_ids, strict=True)
         ]
 

@@ -185,8 +185,13 @@ def separations(lengths: Tensor, device: torch.device) -> dict[str, Any]:
     return {"cu_seq_lens_q": ends, "cu_seq_lens_k": ends, "max_length_q": longest, "max_length_k": longest}
 
 
-def _packing(tokens: _Tokens, config: Any) -> _Placing:
-    """Packed rows: sequences one after the other, a shared beginning once.
+def row_width(config: Any) -> int | None:
+    """Tokens per packed row, if no sequence is longer; None: all sequences are in one row without a mask."""
+    return None if has_no_mask(config._attn_implementation) else packed_width(config.hidden_size)
+
+
+def _packing(tokens: _Tokens, width: int | None) -> _Placing:
+    """Packed rows: sequences one after the other, a shared beginning once; `width`: see `row_width`.
 
     Example: the sequences `abc`, `abde`, `fg` in one row, numbers 1 to 3. The second one shares two tokens
     with the first, its own ones are `de`:
@@ -196,19 +201,19 @@ def _packing(tokens: _Tokens, config: Any) -> _Placing:
         first   1 1 1 2 2 3 3     the sequence whose own token it is
         last    2 2 1 2 2 3 3     the last sequence that contains it
     """
-    if has_no_mask(config._attn_implementation):
+    if width is None:
         count = len(tokens.ids)
         zeros = torch.zeros_like(tokens.ids)
         return _Placing(zeros, torch.arange(count), (1, count), lengths=tokens.sequences.lengths)
-    bins = _bins(tokens, max(tokens.longest, packed_width(config.hidden_size)))
+    bins = _bins(tokens, max(tokens.longest, width))
     sequences, shared = tokens.sequences, torch.tensor(tokens.common)
     shared[[run.start for runs in bins for run in runs]] = 0  # what is before it may be in another row
-    row, number, start, width = _starts(bins, sequences.lengths - shared)
+    row, number, start, filled = _starts(bins, sequences.lengths - shared)
     is_own = torch.arange(tokens.longest) >= shared[:, None]
     owner = sequences.flat(_last_owners(is_own)).long()
     last = sequences.flat(_next_owners(is_own)).long() - 1
     place = start[owner] + sequences.places - shared[owner]
-    return _Placing(row[owner], place, (len(bins), width), number[owner], number[last])
+    return _Placing(row[owner], place, (len(bins), filled), number[owner], number[last])
 
 
 def _starts(bins: list[list[range]], num_own: Tensor) -> tuple[Tensor, Tensor, Tensor, int]:
@@ -283,10 +288,10 @@ def _padding(tokens: _Tokens, share_prompts: bool) -> _Placing:
     return _Placing(sequences.index, place, shape, prefix=prefix, num_runs=num_runs)
 
 
-def packed_rows(body: Any, tokens: _Tokens) -> Rows:
-    """Packed rows for a model without its head, for which `can_pack` holds."""
+def packed_rows(body: Any, tokens: _Tokens, width: int | None) -> Rows:
+    """Packed rows for a model without its head, for which `can_pack` holds; `width`: see `row_width`."""
     device, config = next(body.parameters()).device, body.config
-    packing = _packing(tokens, config)
+    packing = _packing(tokens, width)
     rows = packing.rows(tokens, device)
     if packing.first is not None and packing.last is not None:
         first, last = (packing.placed(x).to(device) for x in (packing.first, packing.last))
@@ -374,7 +379,7 @@ class BodyReader:
         body, tokens = RoutedBody(self._body) if routing else self._body, _tokens_read(inputs)
         layout = self.layout or choose_layout(*self._costs(tokens))
         if layout == "packed" and self._can_pack(tokens):
-            rows = packed_rows(body, tokens)
+            rows = packed_rows(body, tokens, self._row_width)
             rows = self.sequence.own_tokens(rows) if self.sequence else rows
         elif self.sequence:
             message = "a sequence longer than the window of a layer cannot be split among ranks"
@@ -392,6 +397,10 @@ class BodyReader:
     def _mixture(self) -> Mixture:
         return Mixture.of(self._body, REPLAY)
 
+    @cached_property
+    def _row_width(self) -> int | None:
+        return row_width(self._body.config)
+
     def _can_pack(self, tokens: _Tokens) -> bool:
         return bool(self.packs) and tokens.longest <= shortest_window(self._body.config)
 
@@ -405,7 +414,7 @@ class BodyReader:
         def cost(placing: _Placing) -> float:
             return float(placing.computed * (1 + placing.attended / (5 * config.hidden_size)))
 
-        packed = cost(_packing(tokens, config)) if self._can_pack(tokens) else math.inf
+        packed = cost(_packing(tokens, self._row_width)) if self._can_pack(tokens) else math.inf
         padded = math.inf if self.sequence else cost(_padding(tokens, self.shares_prompts))
         return packed, padded
 
@@ -450,7 +459,7 @@ def can_pack(body: Any) -> bool:
             separate = body(input_ids=ids, use_cache=True)
             if not has_keys_only(getattr(separate, "past_key_values", None)):
                 return False
-            rows = packed_rows(body, tokens)
+            rows = packed_rows(body, tokens, row_width(body.config))
             found = states_of(body, rows)
             with rounding_embeddings(body):
                 rounded = body(input_ids=ids, use_cache=False).last_hidden_state

@@ -143,6 +143,7 @@ class ChunkedHead(nn.Module):
         self.temperature = temperature
         self._vocabulary: int = model.config.get_text_config().vocab_size
         self._unregistered = [model]
+        self._logits_at_once: int | None = None  # not known before the first pass
 
     def function(self) -> Callable[[Tensor], Tensor]:
         """From states (N, H) to logits (N, V)."""
@@ -198,9 +199,10 @@ class ChunkedHead(nn.Module):
                 listed.append(most_likely.T.float())
             return torch.cat([values, *listed])
 
-        gpu = torch.cuda.get_device_properties(states.device) if states.is_cuda else None
-        most = logits_at_once(gpu.total_memory if gpu else None)
-        num_chunks = max(1, -(-len(states) * self._vocabulary // most))
+        if self._logits_at_once is None:
+            gpu = torch.cuda.get_device_properties(states.device) if states.is_cuda else None
+            self._logits_at_once = logits_at_once(gpu.total_memory if gpu else None)
+        num_chunks = max(1, -(-len(states) * self._vocabulary // self._logits_at_once))
         if num_chunks == 1:
             return token_outputs(states, tokens, most_likely_ids, *kept)
         lists = [None] * num_chunks if most_likely_ids is None else most_likely_ids.tensor_split(num_chunks)

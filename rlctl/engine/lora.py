@@ -7,7 +7,7 @@ DeepSpeed computes in one dtype, and in bf16 runs keeps float32 master copies of
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -24,11 +24,11 @@ if TYPE_CHECKING:
     from rlctl.batch import ModelInputs
     from rlctl.engine.protocol import TrainEngine
 
-_ADAPTER = "default"
+ADAPTER = "default"  # PEFT's name of the adapter
 #: Prefix of parameter names in PEFT's files.
 _PEFT_PREFIX = "base_model.model."
 #: Architecture → layers whose weight it reads itself: an adapter would not act, but would be merged.
-_READ_WITHOUT_ADAPTER = {"jamba": ("dt_proj",)}
+_READ_WITHOUTADAPTER = {"jamba": ("dt_proj",)}
 
 
 def add_lora(model: Any, rank: int, alpha: float, target_modules: list[str]) -> None:
@@ -47,7 +47,7 @@ def add_lora(model: Any, rank: int, alpha: float, target_modules: list[str]) -> 
 
     config = LoraConfig(r=rank, lora_alpha=alpha, target_modules=_targets(model, target_modules))
     try:
-        inject_adapter_in_model(config, model, _ADAPTER)
+        inject_adapter_in_model(config, model, ADAPTER)
     except ValueError as error:  # such as layers whose weight a kernel reads without the adapter
         message, fix = f"PEFT refuses the adapter: {one_line(error)}", "name other layers"
         raise UsageError(message, where="model.target_modules", fix=fix) from error
@@ -102,7 +102,7 @@ def _targets(model: Any, wanted: list[str]) -> list[str]:
         if type(module) is nn.Linear
         and module is not head
         and module.weight.requires_grad
-        and name.rpartition(".")[2] not in _READ_WITHOUT_ADAPTER.get(model.config.model_type, ())
+        and name.rpartition(".")[2] not in _READ_WITHOUTADAPTER.get(model.config.model_type, ())
     ]
     known = {name.rpartition(".")[2] for name in linear}
     if not linear:
@@ -115,55 +115,10 @@ def _targets(model: Any, wanted: list[str]) -> list[str]:
     return [name for name in linear if ALL_LINEAR in wanted or name.rpartition(".")[2] in wanted]
 
 
-@dataclass(frozen=True, slots=True)
-class PlainWeight:
-    """A weight of the model without adapters; its value includes the adapter, if `parts` contain one.
-
-    Attributes:
-        name: name in the model before `add_lora`.
-        parts: the tensors that `value` reads, which must be available in full (under ZeRO-3 gathered): W,
-            and A and B if it has an adapter.
-        scale: α/r.
-    """
-
-    name: str
-    parts: Sequence[Tensor]
-    scale: float = 1.0
-
-    @torch.no_grad()
-    def value(self) -> Tensor:
-        """W, or W + (α/r)·B·A computed in float32 and rounded once to W's dtype."""
-        weight, *adapter = self.parts
-        if not adapter:
-            return weight.data
-        down, up = (part.float().to(weight.device) for part in adapter)  # W may be on the host
-        return torch.addmm(weight.float(), up, down, alpha=self.scale).to(weight.dtype)
-
-
-def plain_weights(model: nn.Module, *, merged: bool = True) -> Iterator[PlainWeight]:
-    """Every parameter that `model` had before `add_lora`, in its order, and every buffer in its files.
-
-    Args:
-        merged: include the adapters in the values; otherwise each value is the frozen W.
-    """
-    modules: dict[str, Any] = dict(model.named_modules())
-    for name, parameter in model.named_parameters():
-        owner, is_base, rest = name.partition(".base_layer.")
-        if merged and is_base and rest == "weight":
-            layer = modules[owner]
-            adapter = [layer.lora_A[_ADAPTER].weight, layer.lora_B[_ADAPTER].weight]
-            yield PlainWeight(f"{owner}.weight", [parameter, *adapter], layer.scaling[_ADAPTER])
-        elif ".lora_" not in name:
-            yield PlainWeight(name.replace(".base_layer.", "."), [parameter])
-    for name, tensor in model.state_dict(keep_vars=True).items():
-        if not isinstance(tensor, nn.Parameter):  # such as the bias with which DeepSeek-V3 selects experts
-            yield PlainWeight(name, [tensor])
-
-
 def adapter_parameters(model: nn.Module) -> dict[str, nn.Parameter]:
     """Every A (r, in) and B (out, r), by its name in PEFT's files; empty without adapters."""
     return {
-        _PEFT_PREFIX + name.replace(f".{_ADAPTER}.", "."): parameter
+        _PEFT_PREFIX + name.replace(f".{ADAPTER}.", "."): parameter
         for name, parameter in model.named_parameters()
         if ".lora_" in name
     }
@@ -185,7 +140,7 @@ class Adapter:
     def of(cls, model: Any, tensors: dict[str, Tensor]) -> Adapter:
         """The adapter that `add_lora` added to `model`, with these values."""
         config = replace(
-            model.peft_config[_ADAPTER],
+            model.peft_config[ADAPTER],
             base_model_name_or_path=model.name_or_path or None,
             revision=getattr(model.config, "_commit_hash", None),
             task_type="CAUSAL_LM",

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Collection, Iterator, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any, Unpack
@@ -16,12 +16,57 @@ from rlctl.batch import ModelInputs
 from rlctl.engine.deepspeed_setup import Settings, recompute_layers
 from rlctl.engine.layout import BodyReader
 from rlctl.engine.log_probs import PolicyModule
-from rlctl.engine.lora import Adapter, adapter_parameters, plain_weights
+from rlctl.engine.lora import ADAPTER, Adapter, adapter_parameters
 from rlctl.engine.model import export
 from rlctl.engine.perturb import parts_of, perturbed
 from rlctl.engine.protocol import PolicyOutput
 from rlctl.engine.ranks import Ranks
 from rlctl.engine.values import ValueModule
+
+
+@dataclass(frozen=True, slots=True)
+class PlainWeight:
+    """A weight of the model without adapters; its value includes the adapter, if `parts` contain one.
+
+    Attributes:
+        name: name in the model before `add_lora`.
+        parts: the tensors that `value` reads, which must be available in full (under ZeRO-3 gathered): W,
+            and A and B if it has an adapter.
+        scale: α/r.
+    """
+
+    name: str
+    parts: Sequence[Tensor]
+    scale: float = 1.0
+
+    @torch.no_grad()
+    def value(self) -> Tensor:
+        """W, or W + (α/r)·B·A computed in float32 and rounded once to W's dtype."""
+        weight, *adapter = self.parts
+        if not adapter:
+            return weight.data
+        down, up = (part.float().to(weight.device) for part in adapter)  # W may be on the host
+        return torch.addmm(weight.float(), up, down, alpha=self.scale).to(weight.dtype)
+
+
+def plain_weights(model: nn.Module, *, merged: bool = True) -> Iterator[PlainWeight]:
+    """Every parameter that `model` had before `add_lora`, in its order, and every buffer in its files.
+
+    Args:
+        merged: include the adapters in the values; otherwise each value is the frozen W.
+    """
+    modules: dict[str, Any] = dict(model.named_modules())
+    for name, parameter in model.named_parameters():
+        owner, is_base, rest = name.partition(".base_layer.")
+        if merged and is_base and rest == "weight":
+            layer = modules[owner]
+            adapter = [layer.lora_A[ADAPTER].weight, layer.lora_B[ADAPTER].weight]
+            yield PlainWeight(f"{owner}.weight", [parameter, *adapter], layer.scaling[ADAPTER])
+        elif ".lora_" not in name:
+            yield PlainWeight(name.replace(".base_layer.", "."), [parameter])
+    for name, tensor in model.state_dict(keep_vars=True).items():
+        if not isinstance(tensor, nn.Parameter):  # such as the bias with which DeepSeek-V3 selects experts
+            yield PlainWeight(name, [tensor])
 
 
 class Engine:

@@ -137,6 +137,9 @@ class EpisodeSource:
         context_length: most tokens of a sequence.
         chat_template_kwargs: further arguments of the chat template.
         max_prompt_length: most tokens that the first turn of an episode reads; None: what the context leaves.
+
+    Attributes:
+        is_multi_turn: whether an episode may have several turns.
     """
 
     def __init__(
@@ -148,6 +151,7 @@ class EpisodeSource:
         max_prompt_length: int | None = None,
     ) -> None:
         self.spec, self._tokenizer, self._context_length = spec, tokenizer, context_length
+        self.is_multi_turn = spec.is_multi_turn
         self._max_prompt_length = max_prompt_length
         self._template_kwargs = chat_template_kwargs or {}
         self._built: dict[str, Environment] = {}

@@ -17,7 +17,6 @@ from rlctl.algos.estimators import has_spread
 from rlctl.episodes import Episodes
 from rlctl.errors import RunFailure
 from rlctl.reward.protocol import RewardResult
-from rlctl.rollout.protocol import sampling_of
 from rlctl.rollout.seeds import step_seed
 from rlctl.train.step_metrics import StepTimer, refuse_ungraded
 from rlctl.train.stream import PromptDraws
@@ -113,7 +112,7 @@ def _sample(
     tasks = [replace(task, weight=1.0 / drawn[i][1]) for task, i in zip(tasks, mine, strict=True)]
     seed = step_seed(run.spec.trainer.seed, step)
     with timer("gen"):  # in a small round some ranks have no prompts
-        episodes = run.episodes.groups(run.rollout, tasks, run.spec.rollout.n, sampling_of(run.spec), seed)
+        episodes = run.episodes.groups(run.rollout, tasks, run.spec.rollout.n, run.sampling, seed)
         run.rollout.finish()
     with timer("reward"):
         return episodes, run.reward.score(episodes)

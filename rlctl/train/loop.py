@@ -21,7 +21,6 @@ import torch
 
 from rlctl.train.capability import StepRecord
 from rlctl.train.guardrails import Guardrails
-from rlctl.train.run import is_validation_due
 from rlctl.train.sample_and_grade import sample_and_grade
 from rlctl.train.saving import Saver, save_rollouts
 from rlctl.train.score_batch import score_batch, train_batch, with_advantages, with_penalties
@@ -29,6 +28,7 @@ from rlctl.train.settings import (
     UpdateSettings,
     actor_schedule,
     critic_schedule,
+    is_validation_due,
     planned_updates,
 )
 from rlctl.train.step_metrics import (
@@ -78,7 +78,7 @@ def train(run: Run) -> None:
             run.kl = run.kl if hold else steered  # an unchanged policy gives no KL to adapt to
             metrics |= penalties
             with timer("adv"):
-                batch = with_advantages(batch, algorithm, ranks)
+                batch = with_advantages(batch, run.estimator, ranks)
             if run.critic:
                 first = (step - 1) * spec.critic_updates_per_batch
                 with timer("update_critic"):

@@ -14,7 +14,6 @@ from rlctl.algos.rules import LossRule
 from rlctl.algos.segments import Sums
 from rlctl.batch import TokenBatch
 from rlctl.engine.protocol import PolicyOutput
-from rlctl.errors import known
 from rlctl.train.settings import UpdateSettings
 from rlctl.train.terms import KeptTokens, Term, total
 
@@ -83,7 +82,7 @@ def actor_loss(
         "nonfinite": nonfinite.sum(),
         "tokens": unit.lengths.sum(),
         "entropy": total(output.entropy),
-        "ppo_kl": total(known(micro.old_log_probs) - output.log_probs),
+        "ppo_kl": total(micro.column("old_log_probs") - output.log_probs),
     }
     for name, flags in (("clipped", policy.clipped), ("clipped_lower", policy.clipped_lower)):
         if flags is not None:

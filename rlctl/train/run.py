@@ -1,4 +1,4 @@
-"""`Run`: the parts of a run in one record that the loop and its helpers share; what is due after a step."""
+"""`Run`: the parts of a run in one record that the loop and its helpers share."""
 
 from __future__ import annotations
 
@@ -17,9 +17,11 @@ if TYPE_CHECKING:
     from rlctl.engine.ranks import Ranks
     from rlctl.environment.build import EpisodeSource
     from rlctl.reward.build import Reward
+    from rlctl.rollout.protocol import Sampling
     from rlctl.run_spec.run_spec import RunSpec
     from rlctl.track.rollouts import RolloutWriter
     from rlctl.track.tracker import Tracker
+    from rlctl.train.settings import EstimatorSettings
     from rlctl.train.stop import StopRequest
     from rlctl.train.stream import PromptDraws, RolloutStream
 
@@ -35,6 +37,8 @@ class Run(Models):
     val_prompts: PromptDataset | None
     episodes: EpisodeSource  # makes episodes with the engine
     stop: StopRequest
+    sampling: Sampling  # of the training responses
+    estimator: EstimatorSettings
     kl: KLController  # controls the KL penalty in the reward, for the next batch
     total_steps: int
     stream: RolloutStream = field(init=False)
@@ -48,21 +52,3 @@ class Run(Models):
     ended_early: str = ""  # why `trainer.early_stop` ended the run; on the main rank
     history: History = field(default_factory=History)  # of logged steps; rank 0 only
     callbacks: list[Callable[[int, Mapping[str, float]], None]] = field(default_factory=list)
-
-
-def is_validation_due(run: Run, step: int) -> bool:
-    """Whether the policy is validated after `step`: at the end too."""
-    frequency = run.spec.trainer.test_freq
-    return is_due(step, frequency) or (frequency > 0 and step == run.total_steps)
-
-
-def is_sync_due(run: Run, step: int) -> bool:
-    """Whether the rollout engine gets new weights after `step`: also before a validation of this policy."""
-    # Also with every save, because a resumed run samples with the saved weights.
-    every = run.spec.rollout.sync_every, run.spec.trainer.save_freq
-    return any(is_due(step, frequency) for frequency in every) or is_validation_due(run, step)
-
-
-def is_due(step: int, frequency: int) -> bool:
-    """Whether `step` is a multiple of `frequency`; never for 0 or -1."""
-    return frequency > 0 and step % frequency == 0

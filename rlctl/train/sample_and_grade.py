@@ -6,10 +6,10 @@ from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from rlctl.reward.protocol import Graded, RewardResult
-from rlctl.rollout.protocol import Sampling, sampling_of
+from rlctl.rollout.protocol import Sampling
 from rlctl.rollout.seeds import step_seed
 from rlctl.train.filter_groups import filtered_groups
-from rlctl.train.run import is_sync_due
+from rlctl.train.settings import is_sync_due
 from rlctl.train.step_metrics import StepTimer
 from rlctl.train.stream import places_of
 
@@ -69,9 +69,8 @@ def sample_groups(run: Run, step: int, index: int) -> Episodes:
     places = places[index : index + 1] if spec.rollout.in_flight else places
     tasks = prompts.tasks([rows[place] for place in places], places)
     rollout = run.sampling_ahead if spec.rollout.max_staleness else run.rollout
-    sampling = sampling_of(spec)
-    episodes = run.episodes.groups(rollout, tasks, spec.rollout.n, sampling, step_seed(seed, step))
-    if spec.environment.is_multi_turn:  # ranks make different numbers of requests
+    episodes = run.episodes.groups(rollout, tasks, spec.rollout.n, run.sampling, step_seed(seed, step))
+    if run.episodes.is_multi_turn:  # ranks make different numbers of requests
         rollout.finish()
     return episodes
 
@@ -84,7 +83,7 @@ def greedy_baseline(run: Run, step: int, episodes: Episodes, timer: StepTimer) -
     """
     spec = run.spec
     weights_follow = is_sync_due(run, step)
-    if not spec.algorithm.estimator_needs("baseline_scores"):
+    if "baseline_scores" not in run.estimator.needs:
         run.rollout.release(weights_follow=weights_follow)
         return None
     tasks = {task.group_id: task for task in episodes.tasks}

@@ -41,7 +41,7 @@ from rlctl.run_spec.base import seconds
 from rlctl.run_spec.model_size import checkpoint_bytes
 from rlctl.track.run_dir import SUMMARY_FILE
 from rlctl.train.early_stop import early_stop_reason
-from rlctl.train.run import is_due, is_sync_due
+from rlctl.train.settings import is_due, is_sync_due
 from rlctl.train.stream import PromptDraws
 
 if TYPE_CHECKING:

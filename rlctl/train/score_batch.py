@@ -16,9 +16,7 @@ from rlctl.algos.segments import Moments, Segments, Units, moments
 from rlctl.batch import COLUMN_KINDS, TokenBatch, column_form
 from rlctl.engine.ranks import Ranks
 from rlctl.errors import RunFailure, known
-from rlctl.registry import ADVANTAGE_ESTIMATORS
 from rlctl.run_spec.algorithm import AlgorithmSpec
-from rlctl.run_spec.base import params_of
 from rlctl.train.batch_scorer import BatchScorer
 from rlctl.train.deal import deal, in_order, in_passes
 from rlctl.train.step_metrics import StepTimer
@@ -32,6 +30,7 @@ if TYPE_CHECKING:
     from rlctl.run_spec.run_spec import RunSpec
     from rlctl.train.capability import Capability
     from rlctl.train.run import Run
+    from rlctl.train.settings import EstimatorSettings
 
 
 def train_batch(spec: RunSpec, ranks: Ranks, graded: Graded, policy_version: int) -> TokenBatch:
@@ -109,9 +108,9 @@ def score_batch(run: Run, batch: TokenBatch, timer: StepTimer) -> TokenBatch:
 
 def _with_policy(run: Run, batch: TokenBatch, timer: StepTimer) -> TokenBatch:
     """Adds π_old and, if the estimator needs them, ‖∇ log π‖² and Π π/π_rollout."""
-    spec, algorithm = run.spec, run.spec.algorithm
-    needs_norms, needs_weights = map(algorithm.estimator_needs, ("score_norms", "sequence_weights"))
-    bypass = algorithm.rollout_correction.bypass_mode
+    spec, needs = run.spec, run.estimator.needs
+    needs_norms, needs_weights = "score_norms" in needs, "sequence_weights" in needs
+    bypass = spec.algorithm.rollout_correction.bypass_mode
     if bypass and not needs_norms and not needs_weights:
         return replace(batch, old_log_probs=batch.rollout_log_probs)
 
@@ -197,15 +196,15 @@ def kl_per_token(
     return kl, moments_of_kl
 
 
-def with_advantages(batch: TokenBatch, algorithm: AlgorithmSpec, ranks: Ranks) -> TokenBatch:
+def with_advantages(batch: TokenBatch, estimator: EstimatorSettings, ranks: Ranks) -> TokenBatch:
     """Adds advantages, and with a critic its targets, from the whole batch of all ranks.
 
     Raises:
         RunFailure: the estimator returns a wrong shape, no target values for the critic, or NaN or infinite
             advantages (on all ranks).
     """
-    inputs, mine = _inputs_of_all(batch, algorithm, ranks)
-    estimate_of_all = estimate(algorithm.adv_estimator, inputs)
+    inputs, mine = _inputs_of_all(batch, estimator, ranks)
+    estimate_of_all = estimate(estimator.name, inputs)
     tokens = inputs.units.episode.entries_of(mine)
     advantages = estimate_of_all.advantages[tokens] * batch.units.episode.spread(batch.prompt_weights)
     returns = None if estimate_of_all.returns is None else estimate_of_all.returns[tokens]
@@ -217,7 +216,7 @@ READ_BY_ESTIMATORS = ("baseline_scores", "score_norms", "sequence_weights", "val
 
 
 def _inputs_of_all(
-    batch: TokenBatch, algorithm: AlgorithmSpec, ranks: Ranks
+    batch: TokenBatch, estimator: EstimatorSettings, ranks: Ranks
 ) -> tuple[AdvantageInputs, Tensor]:
     """What estimators read, of all ranks' episodes by group and member; indices (E,) of this rank's ones.
 
@@ -245,7 +244,7 @@ def _inputs_of_all(
             Segments(sequences.lengths[places["sequence"]]), Segments(tokens.lengths[order]), turns
         ),
         group_ids=groups[order],
-        **_of_spec(algorithm),
+        **estimator.inputs,
         **columns,
     )
     first = ranks.all_gather(torch.tensor([batch.num_episodes], device=order.device))[: ranks.rank].sum()
@@ -260,15 +259,3 @@ def _runs_of_all(column: Tensor, ranks: Ranks) -> Tensor:
         return column
     values, counts = torch.unique_consecutive(column, return_counts=True)
     return ranks.all_gather(values).repeat_interleave(ranks.all_gather(counts))
-
-
-def _of_spec(algorithm: AlgorithmSpec) -> dict[str, Any]:
-    """The settings of the estimator, by their names in `AdvantageInputs`."""
-    part = ADVANTAGE_ESTIMATORS.part(algorithm.adv_estimator)
-    return {
-        "gamma": algorithm.gamma,
-        "lam": algorithm.lam,
-        "divide_by_std": algorithm.norm_adv_by_std_in_grpo,
-        "gamma_per": algorithm.gamma_per,
-        "params": params_of(part, algorithm.adv_params),
-    }

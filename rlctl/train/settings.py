@@ -1,4 +1,4 @@
-"""Settings of the policy's updates, and the learning rates of policy and critic.
+"""Settings of advantages and updates, what is due after a step, the learning rates of policy and critic.
 
 All follow from the spec and the number of the step or update, without state to save.
 """
@@ -6,17 +6,50 @@ All follow from the spec and the number of the step or update, without state to 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
+from typing import TYPE_CHECKING, Any
 
 from rlctl.algos.rules import CorrectionRules, LossRule, RejectRule, WeightRule
-from rlctl.registry import POLICY_LOSSES
-from rlctl.run_spec.algorithm import ActorSpec, CriticSpec
+from rlctl.registry import ADVANTAGE_ESTIMATORS, POLICY_LOSSES
+from rlctl.run_spec.algorithm import ActorSpec, AlgorithmSpec, CriticSpec
+from rlctl.run_spec.base import params_of
 from rlctl.run_spec.resolve import correction_rules, loss_rule
 from rlctl.run_spec.run_spec import RunSpec
 from rlctl.train.capability import capabilities_of
 from rlctl.train.terms import Term
+
+if TYPE_CHECKING:
+    from rlctl.train.run import Run
+
+
+@dataclass(frozen=True, slots=True)
+class EstimatorSettings:
+    """The advantage estimator of a spec.
+
+    Attributes:
+        name: of the estimator.
+        needs: fields of `AdvantageInputs` that it reads.
+        inputs: its settings, by their names in `AdvantageInputs`.
+    """
+
+    name: str
+    needs: frozenset[str]
+    inputs: Mapping[str, Any]
+
+    @classmethod
+    def of(cls, algorithm: AlgorithmSpec) -> EstimatorSettings:
+        """Reads them from the section `algorithm` of a spec."""
+        estimator = ADVANTAGE_ESTIMATORS.part(algorithm.adv_estimator)
+        inputs = {
+            "gamma": algorithm.gamma,
+            "lam": algorithm.lam,
+            "divide_by_std": algorithm.norm_adv_by_std_in_grpo,
+            "gamma_per": algorithm.gamma_per,
+            "params": params_of(estimator, algorithm.adv_params),
+        }
+        return cls(algorithm.adv_estimator, frozenset(estimator.needs), inputs)
 
 
 @dataclass(frozen=True)
@@ -125,6 +158,27 @@ def tighter_criterion(rule: RejectRule) -> RejectRule:
         upper = rule.upper if math.isinf(highest) else math.sqrt(highest) - 1 - math.log(highest) / 2
         lower = rule.lower
     return replace(rule, lower=lower, upper=upper)
+
+
+# --- what is due after a step -----------------------------------------------------------------------
+
+
+def is_validation_due(run: Run, step: int) -> bool:
+    """Whether the policy is validated after `step`: at the end too."""
+    frequency = run.spec.trainer.test_freq
+    return is_due(step, frequency) or (frequency > 0 and step == run.total_steps)
+
+
+def is_sync_due(run: Run, step: int) -> bool:
+    """Whether the rollout engine gets new weights after `step`: also before a validation of this policy."""
+    # Also with every save, because a resumed run samples with the saved weights.
+    every = run.spec.rollout.sync_every, run.spec.trainer.save_freq
+    return any(is_due(step, frequency) for frequency in every) or is_validation_due(run, step)
+
+
+def is_due(step: int, frequency: int) -> bool:
+    """Whether `step` is a multiple of `frequency`; never for 0 or -1."""
+    return frequency > 0 and step % frequency == 0
 
 
 # --- learning rates ---------------------------------------------------------------------------------

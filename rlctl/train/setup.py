@@ -22,6 +22,7 @@ from rlctl.prepare.findings import placeholder_notes
 from rlctl.prepare.needs import check_needs
 from rlctl.reward.build import build_reward
 from rlctl.rollout.closed_ports import close_group_ports
+from rlctl.rollout.protocol import sampling_of
 from rlctl.run_spec.run_spec import RunSpec
 from rlctl.track.console import Startup
 from rlctl.track.open_run import RunRecord
@@ -33,10 +34,11 @@ from rlctl.train.history import History
 from rlctl.train.models import build_models, policy_tokenizer
 from rlctl.train.preflight import LocalSources, local_sources, num_batches, record_files
 from rlctl.train.resume import check_rows
-from rlctl.train.run import Run, is_sync_due
+from rlctl.train.run import Run
 from rlctl.train.sample_and_grade import sample_groups
 from rlctl.train.saving import restore
 from rlctl.train.score_batch import kl_controller
+from rlctl.train.settings import EstimatorSettings, is_sync_due
 from rlctl.train.stop import StopRequest, Watchdog
 from rlctl.train.stream import PromptDraws, RolloutStream, places_of
 from rlctl.train.sync import check_first_sync
@@ -80,6 +82,8 @@ def build(
         val_prompts=val_prompts,
         episodes=episodes,
         stop=stop,
+        sampling=sampling_of(spec),
+        estimator=EstimatorSettings.of(spec.algorithm),
         kl=kl_controller(spec.algorithm),
         total_steps=num_batches(spec, len(train_prompts)),
         draws=PromptDraws() if spec.algorithm.filter_groups.enable else None,

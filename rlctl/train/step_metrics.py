@@ -66,7 +66,7 @@ def metrics_of_episodes(run: Run, graded: Graded) -> dict[str, float]:
     own |= counts({UNKNOWN: int((tokens.sampled & (tokens.token_ids >= len(run.tokenizer))).sum())})
     if has_ages:
         own |= age_sums(graded, version, spec.rollout.max_age_updates)
-    if spec.environment.is_multi_turn:
+    if run.episodes.is_multi_turn:
         names = set(ranks.exchange([name for metrics in graded.episodes.metrics for name in metrics]))
         own |= environment_sums(graded, sorted(names))
     sums = ranks.all_reduce({name: value.to(ranks.device) for name, value in own.items()})
@@ -75,10 +75,10 @@ def metrics_of_episodes(run: Run, graded: Graded) -> dict[str, float]:
     _refuse_failed(run, sums["episode/num_failed"], sums["response_length.n"], graded)
     _refuse_overlong(run, sums[OVERLONG_PROMPTS], graded)
     metrics = {UNKNOWN: sums[UNKNOWN]}
-    metrics |= episode_metrics(sums, compares_siblings=spec.algorithm.estimator_needs("group_ids"))
+    metrics |= episode_metrics(sums, compares_siblings="group_ids" in run.estimator.needs)
     if has_ages:
         metrics |= age_metrics(sums)
-    return metrics | (environment_metrics(sums) if spec.environment.is_multi_turn else {})
+    return metrics | (environment_metrics(sums) if run.episodes.is_multi_turn else {})
 
 
 def metrics_of_tokens(
@@ -94,13 +94,13 @@ def metrics_of_tokens(
     own = token_sums(batch) | ratio_sums(batch, training_log_probs, spec)
     for capability in run.capabilities:
         own |= capability.token_sums(batch)
-    if spec.environment.is_multi_turn:
+    if run.episodes.is_multi_turn:
         own |= turn_sums(batch, training_log_probs)
     sums = run.data_ranks.all_reduce(own)
     metrics = token_metrics(sums) | ratio_metrics(sums, spec, probed)
     for capability in run.capabilities:
         metrics |= capability.token_metrics(sums)
-    return metrics | (turn_metrics(sums) if spec.environment.is_multi_turn else {})
+    return metrics | (turn_metrics(sums) if run.episodes.is_multi_turn else {})
 
 
 def refuse_ungraded(run: Run, num_failed: float, num_total: float, errors: list[str]) -> None:

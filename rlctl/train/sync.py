@@ -12,10 +12,9 @@ from rlctl.batch import TokenBatch
 from rlctl.environment.single_turn import sample_episodes
 from rlctl.errors import RunFailure
 from rlctl.rollout.completions import MERGE_LORA
-from rlctl.rollout.protocol import sampling_of
 from rlctl.rollout.seeds import step_seed
 from rlctl.train.deal import deal
-from rlctl.train.run import is_sync_due
+from rlctl.train.settings import is_sync_due
 from rlctl.train.step_metrics import ENGINE, StepTimer
 
 if TYPE_CHECKING:
@@ -274,7 +273,7 @@ def _probe(run: Run, engine: LockedRollout, step: int) -> TokenBatch:
         prompts.tasks(places, list(range(first, first + PROBE_PROMPTS))),
         1,
         replace(
-            sampling_of(run.spec),
+            run.sampling,
             max_response_length=min(PROBE_TOKENS, run.spec.data.max_response_length),
             **_WHOLE_DISTRIBUTION,
         ),

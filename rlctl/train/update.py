@@ -41,7 +41,7 @@ from rlctl.registry import KL_ESTIMATORS, POLICY_LOSSES
 from rlctl.run_spec.run_spec import GuardrailsSpec
 from rlctl.train.deal import mini_batches
 from rlctl.train.guardrails import UpdateDecision, decide_update
-from rlctl.train.mini_batch import MiniBatch, Pass, SeenTokens
+from rlctl.train.mini_batch import MicroBatch, MiniBatch, Pass, SeenTokens
 from rlctl.train.objective import BatchStatistics, actor_loss, no_sums
 from rlctl.train.settings import UpdateSettings
 from rlctl.user_code import USER_MODULES
@@ -239,8 +239,7 @@ def _with_known_correction(
 ) -> _Gradient:
     """From the correction of all tokens of the mini-batch, and its sums over all ranks."""
 
-    def of_micro_batch(each: Pass) -> Correction:
-        micro = known(each.micro)
+    def of_micro_batch(micro: MicroBatch, _: Tensor) -> Correction:
         return correction.of(micro.tokens, micro.responses)
 
     losses = _backward(mini, passes, of_micro_batch, statistics, note)
@@ -272,8 +271,8 @@ def _corrected_pass_by_pass(mini: MiniBatch, note: _Note) -> _Gradient:
     assumed = BatchStatistics(num_tokens, num_responses, 1.0, settings.loss, mini.terms, num_tokens)
     corrections: list[Sums] = []
 
-    def of_micro_batch(each: Pass) -> Correction:
-        correction = mini.correct(known(each.micro).batch, each.output.log_probs.detach())
+    def of_micro_batch(micro: MicroBatch, log_probs: Tensor) -> Correction:
+        correction = mini.correct(micro.batch, log_probs)
         corrections.append(correction.sums)
         return correction
 
@@ -294,21 +293,26 @@ def _corrected_pass_by_pass(mini: MiniBatch, note: _Note) -> _Gradient:
 def _backward(
     mini: MiniBatch,
     passes: Iterable[Pass],
-    correction_of: Callable[[Pass], Correction],
+    correction_of: Callable[[MicroBatch, Tensor], Correction],
     statistics: BatchStatistics,
     note: _Note,
 ) -> HostSums:
-    """Accumulates the gradient of all passes; sums of their loss over all ranks."""
+    """Accumulates the gradient of all passes; sums of their loss over all ranks.
+
+    Args:
+        correction_of: a micro-batch and its log-probs (m,) under π_θ → its correction.
+    """
     losses = [no_sums(mini.batch.token_ids.device, mini.terms)]
-    for number, each in enumerate(passes, start=1):
-        if each.micro is None:
-            loss = 0.0 * (each.output.log_probs.sum() + each.output.entropy.sum())
+    for number, forward in enumerate(passes, start=1):
+        micro, output = forward.micro, forward.output
+        if micro is None:  # this rank has fewer micro-batches than others, which wait for its backward pass
+            loss = 0.0 * (output.log_probs.sum() + output.entropy.sum())
         else:
-            correction = correction_of(each)
-            batch = each.micro.batch
-            loss, sums = actor_loss(batch, each.output, correction, statistics, mini.settings)
+            log_probs = output.log_probs.detach()
+            correction = correction_of(micro, log_probs)
+            loss, sums = actor_loss(micro.batch, output, correction, statistics, mini.settings)
             losses.append(sums)
-            note(each.micro, correction, each.output.log_probs.detach())
+            note(micro, correction, log_probs)
         if loss.requires_grad:
             mini.actor.backward(loss, last=number == mini.num_passes)
     return mini.ranks.all_reduce(added(losses))

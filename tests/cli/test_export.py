@@ -11,7 +11,8 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from rlctl.cli.app import run
 from rlctl.engine.checkpoint import ADAPTER, CHECKPOINTS, TrainerState, begin, publish
-from rlctl.engine.lora import Adapter, adapter_parameters, add_lora, plain_weights
+from rlctl.engine.lora import Adapter, adapter_parameters, add_lora
+from rlctl.engine.policy_engine import plain_weights
 from tests.unit.evaluate.runs import make_run, quick_task
 
 

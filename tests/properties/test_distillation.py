@@ -24,6 +24,7 @@ from rlctl.errors import SpecError
 from rlctl.registry import KL_ESTIMATORS
 from rlctl.run_spec.load import load_spec
 from rlctl.train.score_batch import score_batch, with_advantages, with_penalties
+from rlctl.train.settings import EstimatorSettings
 from rlctl.train.step_metrics import StepTimer
 from rlctl.train.update import Updated, update
 from tests.processes import on_ranks
@@ -166,7 +167,13 @@ def scored(
     distillation = Distillation(spec)
     distillation.model, distillation.vocabulary = teacher, 3
     parts = {"actor": actor, "ref": None, "critic": None, "capabilities": (distillation,)}
-    run = SimpleNamespace(spec=spec, ranks=ranks, data_ranks=ranks, **parts)
+    run = SimpleNamespace(
+        spec=spec,
+        estimator=EstimatorSettings.of(spec.algorithm),
+        ranks=ranks,
+        data_ranks=ranks,
+        **parts,
+    )
     batch = replace(batch_of(rows, group_ids), rollout_log_probs=rollout_log_probs(rows))
     return score_batch(run, batch, StepTimer(ranks.device))
 
@@ -199,7 +206,7 @@ def in_reward(actor: Recording, ranks: Ranks) -> Tensor:
     assert set(metrics) == {"distill/reverse_kl"}
     gaps = world.total(world.chosen(world.own - world.teacher)) / torch.tensor([len(r) for r in RESPONSES])
     assert metrics["distill/reverse_kl"] == pytest.approx(float(SHARES @ gaps), rel=1e-5)
-    batch = with_advantages(batch, spec.algorithm, ranks)
+    batch = with_advantages(batch, EstimatorSettings.of(spec.algorithm), ranks)
     settings = Setting("reinforce", "current").update_settings("seq-mean-token-sum", len(pairs) // 2)
     actor.gradients = []
     update(batch, actor, ranks, settings, lambda _: 0.0, 0)

@@ -25,12 +25,14 @@ from rlctl.engine.ranks import Ranks
 from rlctl.environment.build import EpisodeSource
 from rlctl.reward.build import Reward
 from rlctl.reward.protocol import Failure, Graded, RewardResult, Scorer
+from rlctl.rollout.protocol import sampling_of
 from rlctl.run_spec.load import load_spec
 from rlctl.run_spec.model import RECIPE
 from rlctl.run_spec.rollout import OverlongSpec
 from rlctl.tiny.model import build_tokenizer
 from rlctl.train.filter_groups import _summaries, draw_next_prompts, filtered_groups
 from rlctl.train.score_batch import with_advantages
+from rlctl.train.settings import EstimatorSettings
 from rlctl.train.step_metrics import StepTimer, episode_sums
 from rlctl.train.stream import PromptDraws
 from tests.episodes import RandomEngine, flat, groups_of, same
@@ -147,7 +149,7 @@ def test_advantages_are_multiplied_by_the_weights_of_their_prompts() -> None:
         scores = batch.units.episode.sum(-batch.rollout_log_probs)
         columns = {"rewards": -batch.rollout_log_probs, "old_log_probs": batch.rollout_log_probs}
         batch = replace(batch, **columns).with_columns(scores=scores)
-        return with_advantages(batch, algorithm, ONE_RANK).advantages
+        return with_advantages(batch, EstimatorSettings.of(algorithm), ONE_RANK).advantages
 
     plain, found = advantages([1.0] * 3), advantages([1.0, 2.5, 4.0])
     tokens = [sum(episode.num_sampled for episode in group) for group in groups]
@@ -238,6 +240,7 @@ def filtered(world_size: int, batch_size: int = 4) -> Filtered:
     def work(rank: int) -> tuple[list, PromptDraws]:
         run = SimpleNamespace(
             spec=spec,
+            sampling=sampling_of(spec),
             ranks=Together(rank, world_size, barrier, values),
             rollout=RandomEngine(),
             episodes=EpisodeSource.of(spec, tokenizer),

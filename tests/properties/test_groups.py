@@ -25,6 +25,7 @@ from rlctl.engine.ranks import Ranks
 from rlctl.registry import ADVANTAGE_ESTIMATORS
 from rlctl.run_spec.algorithm import AlgorithmSpec
 from rlctl.train.score_batch import with_advantages
+from rlctl.train.settings import EstimatorSettings
 from tests.properties.batches import estimate
 from tests.reference import peer_packages, verl_helper
 
@@ -170,7 +171,9 @@ def _scores(case: Case) -> np.ndarray:
 def gradient_of(estimator: str, case: Case) -> np.ndarray:
     """(8,): Σ c · A · ∇ log π by the loop's own advantages and coefficients (`seq-mean-token-sum`)."""
     batch, ranks = batch_of(case), Ranks(0, 1, torch.device("cpu"))
-    advantages = with_advantages(batch, AlgorithmSpec(adv_estimator=estimator), ranks).advantages
+    advantages = with_advantages(
+        batch, EstimatorSettings.of(AlgorithmSpec(adv_estimator=estimator)), ranks
+    ).advantages
     unit = batch.units.episode
     keep = unit.spread(torch.tensor([m.kept for m in case.members]))
     everything = torch.ones_like(keep)

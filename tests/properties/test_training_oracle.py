@@ -17,6 +17,7 @@ from rlctl.algos.segments import Segments
 from rlctl.registry import KL_ESTIMATORS, POLICY_LOSSES
 from rlctl.run_spec.algorithm import AlgorithmSpec
 from rlctl.train.score_batch import kl_controller, with_advantages, with_penalties
+from rlctl.train.settings import EstimatorSettings
 from tests.processes import on_ranks
 from tests.properties.batches import by_response, loss_rule, make_batch
 from tests.properties.training_oracle import OBJECTIVES, Trained, steps, trained
@@ -155,7 +156,9 @@ def test_the_adaptive_coefficient_holds_the_kl_at_its_target(start: float) -> No
         torch.testing.assert_close(after.rewards.double(), rewards, rtol=1e-5, atol=1e-5)
         assert metrics["actor/reward_kl_penalty_coeff"] == pytest.approx(coefficient, rel=1e-9)
         totals = [math.fsum(part.tolist()) for part in rewards.split(LENGTHS)]
-        advantages = with_advantages(after, algorithm, alone()).advantages.split(LENGTHS)
+        advantages = with_advantages(after, EstimatorSettings.of(algorithm), alone()).advantages.split(
+            LENGTHS
+        )
         for row in counted:
             others = [totals[j] for j in range(ROWS) if GROUPS[j] == GROUPS[row] and j != row]
             wanted = totals[row] - math.fsum(others) / len(others)

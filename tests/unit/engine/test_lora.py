@@ -12,7 +12,8 @@ from safetensors.torch import save_file
 from torch.func import functional_call
 from transformers import AutoModelForCausalLM
 
-from rlctl.engine.lora import OffloadedBase, add_lora, load_adapter, plain_weights
+from rlctl.engine.lora import OffloadedBase, add_lora, load_adapter
+from rlctl.engine.policy_engine import plain_weights
 from rlctl.errors import UsageError
 from rlctl.model_files import check_adapter
 from rlctl.run_spec.model import ALL_LINEAR, ModelSpec

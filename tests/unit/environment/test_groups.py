@@ -29,7 +29,9 @@ from rlctl.rollout.protocol import Sampling
 from rlctl.run_spec.environment import EnvironmentSpec
 from rlctl.run_spec.load import load_spec
 from rlctl.run_spec.rollout import OverlongSpec
+from rlctl.run_spec.run_spec import RunSpec
 from rlctl.train.score_batch import train_batch, with_advantages
+from rlctl.train.settings import EstimatorSettings
 from rlctl.train.step_metrics import (
     environment_metrics,
     environment_sums,
@@ -200,7 +202,7 @@ def test_advantages_and_mini_batches_of_groups_with_missing_members() -> None:
     assert batch.group_ids.tolist() == [0, 0, 1, 1, 1, 2, 2, 2]
     assert batch.members.tolist() == [0, 1, 0, 1, 2, 0, 1, 2]
     assert [part.tolist() for part in mini_batches(batch, 2, 2)] == [[0, 1, 2, 3, 4], [5, 6, 7]]
-    found = with_advantages(batch, SPEC.algorithm, ALONE).advantages
+    found = with_advantages(batch, EstimatorSettings.of(SPEC.algorithm), ALONE).advantages
     last = batch.units.episode.starts + batch.units.episode.lengths - 1
     expected = [-1.0, 1.0, -1.5, 0.0, 1.5, -1.5, 0.0, 1.5]
     assert found[last].tolist() == expected
@@ -226,6 +228,17 @@ def test_failed_episodes_are_counted_and_in_no_other_metric() -> None:
     assert metrics["reward/error_fraction"] == 0.0
 
 
+def run_of(spec: RunSpec, vocabulary: int) -> SimpleNamespace:
+    return SimpleNamespace(
+        ranks=ALONE,
+        spec=spec,
+        episodes=EpisodeSource(spec.environment, None, 10),
+        estimator=EstimatorSettings.of(spec.algorithm),
+        policy_version=0,
+        tokenizer=range(vocabulary),
+    )
+
+
 def test_metrics_of_episodes() -> None:
     graded = graded_of(lambda _, group, member: group == 0 and member == 2)
     names = sorted({name for e in graded.episodes for name in e.metrics})
@@ -247,7 +260,7 @@ def test_metrics_of_episodes() -> None:
 def test_too_many_failures_end_the_run_with_the_first_of_them() -> None:
     graded = graded_of(lambda _, group, member: group > 0)
     spec = SPEC.model_copy(update={"environment": SPEC.environment.model_copy(update={"name": "a.py:A"})})
-    run = SimpleNamespace(ranks=ALONE, spec=spec, policy_version=0, tokenizer=range(20))
+    run = run_of(spec, 20)
     with pytest.raises(RunFailure, match=r"9 of 12 episodes failed.*refused"):
         metrics_of_episodes(run, graded)
     few = graded_of(lambda _, group, member: group == 0 and member == 0)
@@ -336,7 +349,7 @@ def test_a_first_prompt_that_is_too_long_ends_before_anything_is_sampled(tmp_pat
     assert (sums["episode/num_failed"], sums["episode/num_overlong_prompts"]) == (0.0, 2.0)
     assert episode_metrics(sums, compares_siblings=False)["prompt_length/mean"] == fits - 20
     spec = load_spec([], [], {"data.filter_overlong_prompts": False, "model.path": "embedded"}).spec
-    run = SimpleNamespace(ranks=ALONE, spec=spec, policy_version=0, tokenizer=range(200))
+    run = run_of(spec, 200)
     with pytest.raises(RunFailure, match=r"row 0: its first prompt has .* tokens, more than"):
         metrics_of_episodes(run, graded)
 

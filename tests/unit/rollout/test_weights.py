@@ -9,7 +9,7 @@ import torch
 from safetensors.torch import load_file
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from rlctl.engine.lora import plain_weights
+from rlctl.engine.policy_engine import plain_weights
 from rlctl.errors import RunFailure
 from rlctl.rollout.expected_weights import ExpectedWeights
 from tests.models import tiny_model

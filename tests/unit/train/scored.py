@@ -9,6 +9,7 @@ from rlctl.batch import TokenBatch
 from rlctl.engine.ranks import Ranks
 from rlctl.run_spec.algorithm import AlgorithmSpec
 from rlctl.train.score_batch import with_advantages
+from rlctl.train.settings import EstimatorSettings
 
 PROMPT = 3
 #: Group of each episode; siblings are not adjacent, and one group has a member less.
@@ -65,6 +66,6 @@ def on_each_rank(ranks: Ranks, estimators: list[str]):
     tokens = batch.units.episode.entries_of(torch.tensor(mine))
     found = {}
     for estimator in estimators:
-        own = with_advantages(batch.pick(mine), algorithm_of(estimator), ranks)
+        own = with_advantages(batch.pick(mine), EstimatorSettings.of(algorithm_of(estimator)), ranks)
         found[estimator] = (tokens, own.advantages, own.columns.get("returns"))
     return found

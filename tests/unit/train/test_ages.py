@@ -13,6 +13,7 @@ from rlctl.reward.protocol import Graded, RewardResult
 from rlctl.run_spec.load import load_spec
 from rlctl.run_spec.run_spec import RunSpec
 from rlctl.train.score_batch import train_batch, with_advantages
+from rlctl.train.settings import EstimatorSettings
 from rlctl.train.step_metrics import age_metrics, age_sums, step_warnings
 from rlctl.train.update import update
 from tests.episodes import episode_of, flat, task_of
@@ -70,7 +71,9 @@ def test_older_episodes_are_weighted_by_how_much_older_they_are() -> None:
     batch, plain = (train_batch(spec_of(*some), alone(), graded(), VERSION) for some in (limits, ()))
     factors = [(1 + 2) / (1 + age) if age > 2 else 1.0 for age in AGES]
     assert batch.prompt_weights.tolist() == pytest.approx(factors)
-    found, expected = (with_advantages(x, spec_of().algorithm, alone()) for x in (batch, plain))
+    found, expected = (
+        with_advantages(x, EstimatorSettings.of(spec_of().algorithm), alone()) for x in (batch, plain)
+    )
     spread = batch.units.episode.spread(torch.tensor(factors))
     assert torch.allclose(found.advantages, expected.advantages * spread)
 

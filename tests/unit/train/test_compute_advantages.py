@@ -16,6 +16,7 @@ from rlctl.errors import RunFailure
 from rlctl.registry import ADVANTAGE_ESTIMATORS as ESTIMATORS
 from rlctl.run_spec.algorithm import AlgorithmSpec
 from rlctl.train.score_batch import with_advantages
+from rlctl.train.settings import EstimatorSettings
 from tests.processes import on_ranks
 from tests.reference import advantages as slow
 from tests.unit.train.scored import GROUPS, LENGTHS, ROWS, TOKENS, algorithm_of, on_each_rank, scored_batch
@@ -99,7 +100,7 @@ def flat(table: Table) -> Tensor:
 @pytest.mark.parametrize("estimator", ESTIMATORS)
 def test_it_gives_what_the_formula_gives(estimator: str) -> None:
     scored, algorithm = scored_batch(), algorithm_of(estimator)
-    batch = with_advantages(scored, algorithm, alone())
+    batch = with_advantages(scored, EstimatorSettings.of(algorithm), alone())
     assert batch.advantages.dtype == torch.float32
     expected = flat(wanted(estimator, scored, algorithm))
     torch.testing.assert_close(batch.advantages.double(), expected, rtol=1e-4, atol=1e-5)
@@ -110,26 +111,34 @@ def test_it_gives_what_the_formula_gives(estimator: str) -> None:
 
 def test_the_weight_of_a_prompt_multiplies_its_advantages() -> None:
     scored, algorithm = scored_batch(), algorithm_of("rloo")
-    plain = with_advantages(scored, algorithm, alone()).advantages
+    plain = with_advantages(scored, EstimatorSettings.of(algorithm), alone()).advantages
     weights = torch.arange(1.0, ROWS + 1)
-    weighted = with_advantages(replace(scored, prompt_weights=weights), algorithm, alone()).advantages
+    weighted = with_advantages(
+        replace(scored, prompt_weights=weights), EstimatorSettings.of(algorithm), alone()
+    ).advantages
     torch.testing.assert_close(weighted, plain * scored.units.episode.spread(weights))
 
 
 def test_returns_are_what_the_critic_should_have_said() -> None:
     scored, algorithm = scored_batch(), algorithm_of("gae")
-    batch = with_advantages(scored, algorithm, alone())
+    batch = with_advantages(scored, EstimatorSettings.of(algorithm), alone())
     returns = by_token(scored, lambda r, v, m: slow.gae(r, v, m, algorithm.gamma, algorithm.lam)[1])
     torch.testing.assert_close(batch.column("returns").double(), flat(returns), rtol=1e-5, atol=1e-6)
     for estimator in ESTIMATORS.keys() - {"gae"}:
-        assert "returns" not in with_advantages(scored, algorithm_of(estimator), alone()).columns
+        assert (
+            "returns"
+            not in with_advantages(scored, EstimatorSettings.of(algorithm_of(estimator)), alone()).columns
+        )
 
 
 def test_grpo_without_the_standard_deviation_is_dr_grpo() -> None:
     bare = with_advantages(
-        scored_batch(), algorithm_of("grpo", norm_adv_by_std_in_grpo=False), alone()
+        scored_batch(), EstimatorSettings.of(algorithm_of("grpo", norm_adv_by_std_in_grpo=False)), alone()
     ).advantages
-    assert torch.equal(bare, with_advantages(scored_batch(), algorithm_of("dr_grpo"), alone()).advantages)
+    assert torch.equal(
+        bare,
+        with_advantages(scored_batch(), EstimatorSettings.of(algorithm_of("dr_grpo")), alone()).advantages,
+    )
 
 
 @pytest.fixture(scope="module")
@@ -141,7 +150,7 @@ def two_ranks(tmp_path_factory: pytest.TempPathFactory) -> list[dict]:
 @pytest.mark.parametrize("estimator", ESTIMATORS)
 def test_two_ranks_give_the_same(two_ranks: list[dict], estimator: str) -> None:
     """To the last bit, with siblings on different ranks; whitening is over the whole batch."""
-    whole = with_advantages(scored_batch(), algorithm_of(estimator), alone())
+    whole = with_advantages(scored_batch(), EstimatorSettings.of(algorithm_of(estimator)), alone())
     seen: list[int] = []
     for found in two_ranks:
         mine, advantages, returns = found[estimator]
@@ -158,7 +167,7 @@ def test_advantages_that_are_not_finite_end_the_run(tmp_path: Path) -> None:
     file.write_text("def divided(batch):\n    return batch.rewards / (batch.rewards - batch.rewards)\n")
     algorithm = AlgorithmSpec(adv_estimator=f"{file}:divided")
     with pytest.raises(RunFailure, match="NaN or infinite advantages to") as caught:
-        with_advantages(scored_batch(), algorithm, alone())
+        with_advantages(scored_batch(), EstimatorSettings.of(algorithm), alone())
     assert "divided" in str(caught.value)
 
 
@@ -178,4 +187,6 @@ def test_an_estimator_that_reads_values_returns_their_targets(
         f"@ADVANTAGE_ESTIMATORS.register(needs={{'values'}})\ndef part(inputs):\n    return {returned}\n"
     )
     with pytest.raises(RunFailure, match=words):
-        with_advantages(scored_batch(), AlgorithmSpec(adv_estimator=f"{file}:part"), alone())
+        with_advantages(
+            scored_batch(), EstimatorSettings.of(AlgorithmSpec(adv_estimator=f"{file}:part")), alone()
+        )

@@ -22,6 +22,7 @@ from rlctl.rollout.protocol import Sampling
 from rlctl.run_spec.rollout import RewardSpec
 from rlctl.track.rollouts import RolloutWriter
 from rlctl.train.score_batch import kl_controller, with_advantages, with_penalties
+from rlctl.train.settings import EstimatorSettings
 from rlctl.train.step_metrics import token_sums
 from rlctl.train.update import update
 from tests.models import tiny_model
@@ -83,7 +84,7 @@ def test_updates(name: str, micro: int | str, move: Move) -> None:
 def test_advantages_and_metrics(estimator: str, move: Move) -> None:
     scored, algorithm = move(scored_batch()), algorithm_of(estimator, use_kl_in_reward=True)
     scored, _, _ = with_penalties(scored, algorithm, kl_controller(algorithm), RANKS)
-    batch = with_advantages(scored, algorithm, RANKS)
+    batch = with_advantages(scored, EstimatorSettings.of(algorithm), RANKS)
     assert RANKS.all_reduce(token_sums(batch))["critic/rewards.n"] == ROWS
 
 

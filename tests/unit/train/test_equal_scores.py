@@ -18,6 +18,7 @@ from rlctl.reward.protocol import Grade, Graded, Sample, Scorer, exact_sum
 from rlctl.run_spec.rollout import OverlongSpec
 from rlctl.run_spec.run_spec import RunSpec
 from rlctl.train.score_batch import train_batch, with_advantages
+from rlctl.train.settings import EstimatorSettings
 from tests.episodes import flat, task_of
 from tests.unit.train.updates import alone
 
@@ -75,7 +76,9 @@ def spec_of(estimator: str, n: int) -> RunSpec:
 
 def advantages(found: Graded, estimator: str) -> Tensor:
     spec = spec_of(estimator, len(found.episodes))
-    batch = with_advantages(train_batch(spec, alone(), found, 0), spec.algorithm, alone())
+    batch = with_advantages(
+        train_batch(spec, alone(), found, 0), EstimatorSettings.of(spec.algorithm), alone()
+    )
     assert batch.advantages is not None
     return batch.units.episode.mean(batch.advantages)
 

@@ -18,6 +18,7 @@ from rlctl.engine.protocol import PolicyOutput
 from rlctl.run_spec.load import load_spec
 from rlctl.train.deal import in_passes, in_step, micro_batches, output_of
 from rlctl.train.score_batch import score_batch
+from rlctl.train.settings import EstimatorSettings
 from rlctl.train.step_metrics import StepTimer
 from tests.models import tiny_batch, tiny_model
 from tests.unit.train.scored import scored_batch
@@ -126,8 +127,10 @@ def run_of(model: Callable[[str], Model], *overrides: str, **more: Any) -> Any:
     """A run whose models answer as `model` of their name."""
     policy, changes = model("policy"), ["algorithm.adv_estimator=gae"]
     changes += ["algorithm.rollout_correction.bypass_mode=false", *overrides]
+    spec = load_spec([], [], changes).spec
     return SimpleNamespace(
-        spec=load_spec([], [], changes).spec,
+        spec=spec,
+        estimator=EstimatorSettings.of(spec.algorithm),
         actor=SimpleNamespace(policy=lambda inputs, **_: PolicyOutput(policy(inputs), torch.zeros(0))),
         ref=SimpleNamespace(log_probs=model("ref")),
         critic=SimpleNamespace(values=model("critic")),

@@ -12,11 +12,12 @@ import pytest
 import torch
 from torch import nn
 
-from rlctl.engine.lora import Adapter, adapter_parameters, add_lora, plain_weights
+from rlctl.engine.lora import Adapter, adapter_parameters, add_lora
 from rlctl.engine.perturb import parts_of, perturbed
+from rlctl.engine.policy_engine import plain_weights
 from rlctl.errors import RunFailure
 from rlctl.rollout.hf import HFRollout
-from rlctl.rollout.protocol import Policy
+from rlctl.rollout.protocol import Policy, sampling_of
 from rlctl.rollout.shared_engine import EngineLock, LockedRollout
 from rlctl.run_spec.load import load_spec
 from rlctl.run_spec.model import ALL_LINEAR
@@ -140,6 +141,7 @@ def run_with(
     engine.sync_weights(actor, policy_version=0)
     return SimpleNamespace(
         spec=spec,
+        sampling=sampling_of(spec),
         ranks=ALONE,
         train_prompts=Prompts(range(6)),
         rollout=LockedRollout(engine, EngineLock(), first=True),

@@ -16,12 +16,14 @@ from rlctl.engine.ranks import Ranks
 from rlctl.environment.build import EpisodeSource
 from rlctl.reward.build import Reward
 from rlctl.reward.protocol import Graded, RewardResult, Scorer
+from rlctl.rollout.protocol import sampling_of
 from rlctl.run_spec.load import load_spec
 from rlctl.run_spec.model import RECIPE
 from rlctl.run_spec.rollout import OverlongSpec
 from rlctl.run_spec.run_spec import RunSpec
 from rlctl.tiny.model import build_tokenizer
 from rlctl.train.sample_and_grade import greedy_baseline, sample_and_grade, sample_groups
+from rlctl.train.settings import EstimatorSettings
 from rlctl.train.step_metrics import StepTimer
 from rlctl.train.stream import RolloutStream
 from tests.episodes import RandomEngine, flat, groups_of, same
@@ -66,6 +68,8 @@ def run_of(spec: RunSpec, rank: int = 0, world_size: int = 1, reward: object = N
     engine, ranks = Engine(), Ranks(rank, world_size, torch.device("cpu"))
     run = SimpleNamespace(
         spec=spec,
+        sampling=sampling_of(spec),
+        estimator=EstimatorSettings.of(spec.algorithm),
         ranks=ranks,
         rollout=engine,
         tokenizer=TOKENIZER,

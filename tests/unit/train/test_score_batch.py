@@ -17,6 +17,7 @@ from rlctl.reward.protocol import Graded, RewardResult
 from rlctl.run_spec.load import load_spec
 from rlctl.run_spec.run_spec import RunSpec
 from rlctl.train.score_batch import score_batch, train_batch, with_advantages
+from rlctl.train.settings import EstimatorSettings
 from rlctl.train.step_metrics import StepTimer, episode_metrics, episode_sums
 from tests.episodes import flat, task_of
 from tests.unit.train.updates import alone
@@ -64,7 +65,10 @@ def run_of(spec: RunSpec, **models: object) -> SimpleNamespace:
         return PolicyOutput(log_probs, log_probs, said(0.01)(inputs) if sum_pi_squared else None)
 
     known = {"actor": SimpleNamespace(policy=policy), "ref": None, "capabilities": (), "critic": None}
-    return SimpleNamespace(spec=spec, ranks=alone(), data_ranks=alone(), **(known | models))
+    estimator = EstimatorSettings.of(spec.algorithm)
+    return SimpleNamespace(
+        spec=spec, estimator=estimator, ranks=alone(), data_ranks=alone(), **(known | models)
+    )
 
 
 def timer() -> StepTimer:
@@ -150,7 +154,9 @@ def test_alternating_sequences_are_read_in_the_order_of_their_turns() -> None:
         assert batch.rewards[:3].tolist() == [0.25, 2.25, 0.5]
         values = torch.arange(len(batch.turns)) / 8
         spec = spec_of(estimator, "algorithm.gamma=0.5", "algorithm.lam=1.0")
-        found = with_advantages(batch.with_columns(values=values), spec.algorithm, alone()).column(name)
+        found = with_advantages(
+            batch.with_columns(values=values), EstimatorSettings.of(spec.algorithm), alone()
+        ).column(name)
         if name == "advantages":  # whitened: a linear function of G
             slope = (found[1] - found[2]) / (2.25 - 1.625)
             found = 2.25 + (found - found[1]) / slope
@@ -161,7 +167,7 @@ def test_a_response_that_the_engine_ended_is_excluded() -> None:
     """It is neither the policy's whole answer nor cut at the limit: its score is undefined, not 0."""
     spec = spec_of("rloo")
     graded = graded_by(changed={2: episode(2, stop_reason="aborted")})
-    batch = with_advantages(scored_by(spec, graded), spec.algorithm, alone())
+    batch = with_advantages(scored_by(spec, graded), EstimatorSettings.of(spec.algorithm), alone())
     members = list(zip(batch.group_ids.tolist(), batch.members.tolist(), strict=True))
     assert members == [(GROUPS[row], row % 3) for row in range(ROWS) if row != 2]
     metrics = episode_metrics(to_host(episode_sums(graded, 5, 3)), compares_siblings=True)
@@ -173,7 +179,7 @@ def test_a_response_that_the_engine_ended_is_excluded() -> None:
 def test_whole_responses_are_compared_by_their_scores() -> None:
     """A score on every token would multiply the advantage by the length."""
     spec = spec_of("rloo")
-    batch = with_advantages(scored_by(spec, graded_by()), spec.algorithm, alone())
+    batch = with_advantages(scored_by(spec, graded_by()), EstimatorSettings.of(spec.algorithm), alone())
     for row, found in rows_of(batch.advantages).items():
         siblings = [other for other in range(ROWS) if GROUPS[other] == GROUPS[row] and other != row]
         others = [SCORES[other].item() for other in siblings]
@@ -185,7 +191,7 @@ def test_discounting_counts_sampled_tokens_from_the_last_one() -> None:
     """γ = 0.9: the k-th sampled token before the score gets 0.9^k of it, independent of other tokens between
     them."""
     spec = spec_of("reinforce_plus_plus", "algorithm.gamma=0.9")
-    batch = with_advantages(scored_by(spec, graded_by()), spec.algorithm, alone())
+    batch = with_advantages(scored_by(spec, graded_by()), EstimatorSettings.of(spec.algorithm), alone())
     plain = torch.tensor(
         [SCORES[row] * 0.9 ** (LENGTHS[row] - 1 - t) for row in range(ROWS) for t in range(LENGTHS[row])],
         dtype=torch.float64,
@@ -198,7 +204,9 @@ def test_an_ungraded_response_is_left_out_of_the_update() -> None:
     valid = EVERYONE.clone()
     valid[4] = False
     spec = spec_of("rloo")
-    batch = with_advantages(scored_by(spec, graded_by(valid=valid)), spec.algorithm, alone())
+    batch = with_advantages(
+        scored_by(spec, graded_by(valid=valid)), EstimatorSettings.of(spec.algorithm), alone()
+    )
     rows = [row for row in range(ROWS) if row != 4]
     assert batch.num_episodes == ROWS - 1
     # Its siblings 3 and 5 are compared with each other only.
@@ -211,7 +219,9 @@ def test_each_response_is_compared_with_its_own_baseline() -> None:
     """Without a grade of the greedy response, its prompt is left out."""
     baseline = RewardResult(10.0 * torch.tensor(GROUPS), torch.tensor(GROUPS) != 1)
     spec = spec_of("remax")
-    batch = with_advantages(scored_by(spec, graded_by(baseline=baseline)), spec.algorithm, alone())
+    batch = with_advantages(
+        scored_by(spec, graded_by(baseline=baseline)), EstimatorSettings.of(spec.algorithm), alone()
+    )
     rows = [row for row in range(ROWS) if GROUPS[row] != 1]
     for row, found in rows_of(batch.advantages, rows).items():
         assert found == pytest.approx([SCORES[row].item() - 10.0 * GROUPS[row]] * LENGTHS[row]), row

@@ -11,12 +11,13 @@ import torch
 
 from rlctl.batch import Task, Turn
 from rlctl.engine.deepspeed import FrozenPolicy
-from rlctl.engine.lora import adapter_parameters, add_lora, plain_weights
+from rlctl.engine.lora import adapter_parameters, add_lora
+from rlctl.engine.policy_engine import plain_weights
 from rlctl.engine.ranks import Ranks
 from rlctl.errors import RunFailure
 from rlctl.rollout.expected_weights import PlainWeights
 from rlctl.rollout.hf import HFRollout
-from rlctl.rollout.protocol import EngineReport
+from rlctl.rollout.protocol import EngineReport, sampling_of
 from rlctl.rollout.shared_engine import EngineLock, LockedRollout
 from rlctl.run_spec.load import load_spec
 from rlctl.run_spec.model import ALL_LINEAR
@@ -66,8 +67,10 @@ def run_with(engine: HFRollout, *overrides: str, learnt: float) -> tuple[Any, Pl
         if "lora_B" in name:
             torch.nn.init.normal_(parameter, std=learnt)
     policy = frozen(model)
+    spec = load_spec([], [], [*LORA, *overrides]).spec
     run = SimpleNamespace(
-        spec=load_spec([], [], [*LORA, *overrides]).spec,
+        spec=spec,
+        sampling=sampling_of(spec),
         ranks=ALONE,
         train_prompts=Prompts(range(6)),
         rollout=LockedRollout(engine, EngineLock(), first=True),

@@ -138,8 +138,8 @@ def _checked_callbacks(callbacks: Callback | Sequence[Callback]) -> list[Callbac
     fix = "give functions (step, metrics)"
     if not callable(callbacks) and not isinstance(callbacks, Sequence):
         raise UsageError(f"is a {type(callbacks).__name__}", where="callbacks", fix=fix)
-    found = [callbacks] if callable(callbacks) else list(callbacks)
-    for callback in found:
+    listed = [callbacks] if callable(callbacks) else list(callbacks)
+    for callback in listed:
         if not callable(callback):
             raise UsageError(f"a callback is a {type(callback).__name__}", where="callbacks", fix=fix)
         if inspect.iscoroutinefunction(callback):
@@ -147,7 +147,7 @@ def _checked_callbacks(callbacks: Callback | Sequence[Callback]) -> list[Callbac
         if problem := call_problem(callback, 1, {}):
             message = f"a callback is called with (step, metrics): {problem}"
             raise UsageError(message, where="callbacks", fix=fix)
-    return found
+    return listed
 
 
 def _path_of(run: str | Path | RunRecord, name: str) -> Path:
@@ -240,10 +240,10 @@ def evaluate(
     known = [field.name for field in fields(EvaluateRequest)]
     if unknown := [name for name in options if name not in known]:
         raise UsageError(f"evaluate has no option {unknown[0]}", fix=f"one of {', '.join(known[2:])}")
-    given = {"model_or_run": target, "data": [str(name) for name in _listed(data)], **options}
-    request = _checked(EvaluateRequest, given)
+    request_fields = {"model_or_run": target, "data": [str(name) for name in _listed(data)], **options}
+    request = _checked(EvaluateRequest, request_fields)
     with _names_of_arguments():
-        path, _ = run_evaluation(request, lambda what, done, total: None)
+        path, _ = run_evaluation(request, lambda phase, done, total: None)
     return EvaluationRecord(path, json.loads((path / RESULTS_FILE).read_text(encoding="utf-8")))
 
 
@@ -348,8 +348,8 @@ def grade(
         fix = "name another one, such as maths; `rlctl reward SPEC --data FILE` reads a spec's settings"
         raise UsageError(message, where=grader, fix=fix)
     if not len(texts) == len(truths) == len(others):
-        given = "" if rows is None else f" and {len(others)} rows"
-        message = f"{len(texts)} responses and {len(truths)} ground truths{given}"
+        and_rows = "" if rows is None else f" and {len(others)} rows"
+        message = f"{len(texts)} responses and {len(truths)} ground truths{and_rows}"
         raise UsageError(message, fix="give one of each for every response")
     try:
         samples = [Sample(text, truth, **row) for text, truth, row in zip(texts, truths, others, strict=True)]
@@ -368,11 +368,11 @@ def grade(
         graded = scorer.grade(samples)
     finally:
         scorer.close()
-    failures = [one for one in graded if isinstance(one, Failure) and one.score is None]
+    failures = [result for result in graded if isinstance(result, Failure) and result.score is None]
     if failures:
         message = f"{len(failures)} of {len(graded)} responses could not be graded; the first one"
         warnings.warn(f"{message}: {failures[0].text}", stacklevel=2)
-    return [one.score if isinstance(one, Failure) else one for one in graded]
+    return [result.score if isinstance(result, Failure) else result for result in graded]
 
 
 @dataclass(frozen=True, slots=True, repr=False)
@@ -550,18 +550,18 @@ class _Flat:
 
         mask, lengths, turns, episodes = extra.values()
         together = {**required} if mask is None else {**required, "response_mask": mask}
-        for what, of in (("shapes", lambda x: tuple(x.shape)), ("devices", lambda x: x.device)):
+        for attribute, of in (("shapes", lambda x: tuple(x.shape)), ("devices", lambda x: x.device)):
             if len({of(x) for x in together.values()}) > 1:
                 each = ", ".join(f"{name} {of(x)}" for name, x in together.items())
-                raise ValueError(f"{what} differ: {each}")
+                raise ValueError(f"{attribute} differ: {each}")
         log_probs, kind = required["log_probs"], "(B, T)" if lengths is None else "(M,)"
         shape = tuple(log_probs.shape)
         if len(shape) != (2 if lengths is None else 1):
             raise ValueError(f"log-probs must be {kind}, not of shape {shape}")
         if mask is not None:
             if mask.is_floating_point() or ((mask != 0) & (mask != 1)).any():
-                found = mask.dtype if mask.is_floating_point() else "other values"
-                raise ValueError(f"response_mask must be bool or integers 0 and 1, not {found}")
+                values = str(mask.dtype) if mask.is_floating_point() else "other values"
+                raise ValueError(f"response_mask must be bool or integers 0 and 1, not {values}")
             mask = mask.bool()
             lengths = mask.sum(1)
         elif lengths is not None:

@@ -85,8 +85,8 @@ class TokenLists:
     @classmethod
     def joined(cls, parts: Sequence[TokenLists]) -> TokenLists:
         """The places of all parts, one part after the other."""
-        log_probs = [part.log_probs for part in parts if part.log_probs is not None]
-        columns = torch.cat([part.counts for part in parts]), torch.cat([part.ids for part in parts])
+        log_probs = [lists.log_probs for lists in parts if lists.log_probs is not None]
+        columns = torch.cat([lists.counts for lists in parts]), torch.cat([lists.ids for lists in parts])
         return cls(*columns, torch.cat(log_probs) if log_probs else None)
 
     def to(self, device: Any) -> TokenLists:
@@ -170,13 +170,13 @@ def joined_experts(length: int, turns: Sequence[tuple[int, Turn]]) -> Tensor | N
         turns: number of the sequence's tokens up to the turn's last one; the turn. What a turn reports of
             tokens that an earlier one computed is not used: their log-probs are the earlier one's.
     """
-    found = None
+    experts = None
     for end, turn in reversed(turns):
         if turn.experts is not None:
-            if found is None:
-                found = turn.experts.new_full((length, *turn.experts.shape[1:]), -1)
-            found[end - 1 - len(turn.experts) : end - 1] = turn.experts
-    return found
+            if experts is None:
+                experts = turn.experts.new_full((length, *turn.experts.shape[1:]), -1)
+            experts[end - 1 - len(turn.experts) : end - 1] = turn.experts
+    return experts
 
 
 @dataclass(frozen=True, slots=True)
@@ -318,7 +318,7 @@ class TokenBatch:
         for own, sequence in zip(torch.split(rewards, counts), sequences, strict=True):
             if sequence.rewards is not None:
                 own.copy_(sequence.rewards)
-        owners = [place for place, episode in enumerate(episodes) for _ in episode.sequences]
+        owners = [number for number, episode in enumerate(episodes) for _ in episode.sequences]
         batch = cls(
             token_ids=joined("token_ids", torch.int64),
             sampled=joined("sampled", torch.bool),
@@ -335,21 +335,21 @@ class TokenBatch:
         return batch.with_columns(**columns).to(device)
 
     @classmethod
-    def joined(cls, parts: Sequence[TokenBatch]) -> TokenBatch:
-        """The episodes of all parts, one after the other; a missing column of a part is unknown there."""
-        forms = {name: column_form(column) for part in parts for name, column in part.columns.items()}
-        parts = [part.with_unknown(forms) for part in parts]
+    def joined(cls, batches: Sequence[TokenBatch]) -> TokenBatch:
+        """The episodes of all batches, one after the other; a column that one lacks is unknown there."""
+        forms = {name: column_form(column) for batch in batches for name, column in batch.columns.items()}
+        batches = [batch.with_unknown(forms) for batch in batches]
         values: dict[str, Any] = {}
         for name in FIXED_FIELDS:
-            columns = [getattr(part, name) for part in parts]
+            columns = [getattr(batch, name) for batch in batches]
             values[name] = None if columns[0] is None else torch.cat(columns)
-        starts = torch.tensor([0, *(part.num_episodes for part in parts)]).cumsum(0).tolist()
+        starts = torch.tensor([0, *(batch.num_episodes for batch in batches)]).cumsum(0).tolist()
         values["owners"] = torch.cat(
-            [part.owners + start for part, start in zip(parts, starts, strict=False)]
+            [batch.owners + start for batch, start in zip(batches, starts, strict=False)]
         )
         lists: dict[str, Column] = {}
         for name, (kind, _) in forms.items():
-            each = [part.columns[name] for part in parts]
+            each = [batch.columns[name] for batch in batches]
             lists[name] = TokenLists.joined(each) if kind is TokenLists else torch.cat(each)
         return cls(**values, columns=lists)
 

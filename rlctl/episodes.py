@@ -60,19 +60,19 @@ class Turns(Sequence[Turn]):
     def __len__(self) -> int:
         return len(self.finish_reasons)
 
-    def __getitem__(self, place: Any) -> Any:
+    def __getitem__(self, index: Any) -> Any:
         """The turn at this place, or a list of those of a slice."""
-        if isinstance(place, slice):
-            return [self[index] for index in range(*place.indices(len(self)))]
-        start, end = self._ends[place] - self._sizes[place], self._ends[place]
+        if isinstance(index, slice):
+            return [self[i] for i in range(*index.indices(len(self)))]
+        start, end = self._ends[index] - self._sizes[index], self._ends[index]
         return Turn(
             self.token_ids[start:end],
             self.log_probs[start:end],
             self.versions[start:end],
-            self.finish_reasons[place],
+            self.finish_reasons[index],
             None if self.kept is None else self.kept.between(start, end),
             None if self.most_likely is None else self.most_likely.between(start, end),
-            self.experts[place] if self.experts else None,
+            self.experts[index] if self.experts else None,
         )
 
     @cached_property
@@ -178,47 +178,49 @@ class Episodes(Sequence[Episode]):
     @classmethod
     def joined(cls, parts: Sequence[Episodes]) -> Episodes:
         """The episodes of all parts, one part after the other."""
-        parts = [part for part in parts if len(part)]
+        parts = [episodes for episodes in parts if len(episodes)]
         if not parts:
             return cls.of([])
         if len(parts) == 1:
             return parts[0]
-        lists = {name: [*chain.from_iterable(getattr(part, name) for part in parts)] for name in _LISTS}
-        return cls(tokens=TokenBatch.joined([part.tokens for part in parts]), **lists)
+        lists = {}
+        for name in _LISTS:
+            lists[name] = [*chain.from_iterable(getattr(episodes, name) for episodes in parts)]
+        return cls(tokens=TokenBatch.joined([episodes.tokens for episodes in parts]), **lists)
 
     def __len__(self) -> int:
         return len(self.tasks)
 
-    def __getitem__(self, place: Any) -> Any:
+    def __getitem__(self, index: Any) -> Any:
         """The episode at this place, or those of a slice."""
-        if isinstance(place, slice):
-            return self.pick(range(*place.indices(len(self))))
-        start, end = self._first_sequences[place], self._first_sequences[place] + self._num_sequences[place]
+        if isinstance(index, slice):
+            return self.pick(range(*index.indices(len(self))))
+        start, end = self._first_sequences[index], self._first_sequences[index] + self._num_sequences[index]
         return Episode(
-            task=self.tasks[place],
-            member=int(self.tokens.members[place]),
+            task=self.tasks[index],
+            member=int(self.tokens.members[index]),
             sequences=tuple(self._sequence(number) for number in range(start, end)),
-            response=self.responses[place],
-            stop_reason=self.stop_reasons[place],
-            reward=self.rewards[place],
-            error=self.errors[place],
-            metrics=self.metrics[place],
-            messages=self.messages[place],
+            response=self.responses[index],
+            stop_reason=self.stop_reasons[index],
+            reward=self.rewards[index],
+            error=self.errors[index],
+            metrics=self.metrics[index],
+            messages=self.messages[index],
         )
 
     def __iter__(self) -> Iterator[Episode]:
-        return (self[place] for place in range(len(self)))
+        return (self[index] for index in range(len(self)))
 
     def __getstate__(self) -> dict[str, Any]:
         """The fields, without what was derived from them."""
         return {each.name: getattr(self, each.name) for each in fields(self)}
 
-    def pick(self, places: Sequence[int]) -> Episodes:
+    def pick(self, indices: Sequence[int]) -> Episodes:
         """The episodes at these places, in that order."""
-        if list(places) == list(range(len(self))):
+        if list(indices) == list(range(len(self))):
             return self
-        lists = {name: [getattr(self, name)[place] for place in places] for name in _LISTS}
-        return Episodes(tokens=self.tokens.pick(places), **lists)
+        lists = {name: [getattr(self, name)[index] for index in indices] for name in _LISTS}
+        return Episodes(tokens=self.tokens.pick(indices), **lists)
 
     def placed(self, group_ids: Mapping[int, int]) -> Episodes:
         """The episodes with other numbers of their groups: present → new."""
@@ -232,12 +234,12 @@ class Episodes(Sequence[Episode]):
     @property
     def groups(self) -> list[tuple[Episode, ...]]:
         """The records of adjacent episodes of one task."""
-        found: list[list[Episode]] = []
+        groups: list[list[Episode]] = []
         for episode in self:
-            if not found or found[-1][0].task.group_id != episode.task.group_id:
-                found.append([])
-            found[-1].append(episode)
-        return [*map(tuple, found)]
+            if not groups or groups[-1][0].task.group_id != episode.task.group_id:
+                groups.append([])
+            groups[-1].append(episode)
+        return [*map(tuple, groups)]
 
     @cached_property
     def aborted(self) -> Tensor:

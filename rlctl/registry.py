@@ -186,15 +186,15 @@ class Registry(Mapping[str, Callable[..., Any]]):
             raise ValueError("write the decorator with parentheses: @….register()")
         for old in _RENAMED.keys() & arguments.keys():
             raise TypeError(f"{old} is called {_RENAMED[old]} now")
-        part = self._described(Part("", _undefined, **arguments))
+        described = self._described(Part("", _undefined, **arguments))
 
         def decorate(function: Function) -> Function:
             if not callable(function):
                 raise ValueError(f"{function!r} is not a function")
             known = name or function.__name__
-            label = part.label or _first_line(function) or known
-            found = replace(part, name=known, function=function, label=label)
-            self._decorated.append((self, found))
+            label = described.label or _first_line(function) or known
+            registered = replace(described, name=known, function=function, label=label)
+            self._decorated.append((self, registered))
             if not is_builtin(function):
                 USER_MODULES.add(function.__module__)
                 if self._is_importing:
@@ -204,7 +204,7 @@ class Registry(Mapping[str, Callable[..., Any]]):
             earlier = self._parts.get(known)
             if earlier and _identity(earlier.function) != _identity(function):
                 raise ValueError(f"{self.kind} {known} is registered twice")
-            self._parts[known] = found
+            self._parts[known] = registered
             return function
 
         return decorate
@@ -277,13 +277,13 @@ class Registry(Mapping[str, Callable[..., Any]]):
 
     def parts(self) -> list[Part]:
         """All parts that iteration yields; a part that cannot be imported is left out, with a warning."""
-        found = []
+        parts = []
         for name in self:
             try:
-                found.append(self.part(name))
+                parts.append(self.part(name))
             except UsageError as error:
                 self._warn(f"{self.kind} `{name}` is left out: {error.what} ({error.fix})")
-        return [part for part in found if part.name in self._parts]  # not the names before a renaming
+        return [part for part in parts if part.name in self._parts]  # not the names before a renaming
 
     def stable(self) -> list[str]:
         """Names of the parts that are not experimental."""
@@ -298,9 +298,9 @@ class Registry(Mapping[str, Callable[..., Any]]):
         is_tensor = hasattr(value, "detach")
         shape = tuple(getattr(value, "shape", ()))
         if not is_tensor or shape not in shapes:
-            found = f"a tensor of shape {shape}" if is_tensor else f"{type(value).__name__}, not a tensor"
+            returned = f"a tensor of shape {shape}" if is_tensor else f"{type(value).__name__}, not a tensor"
             fix = f"return a tensor of shape {' or '.join(map(str, shapes))}"
-            raise RunFailure(f"{self.kind} {name} returned {found}", where=self.key, fix=fix)
+            raise RunFailure(f"{self.kind} {name} returned {returned}", where=self.key, fix=fix)
 
     def check_gradient(self, name: str, value: Any, log_probs: Any, source: str) -> None:
         """Checks that gradients flow through `value` if they flow through `log_probs`, called `source`.
@@ -442,10 +442,10 @@ def _undefined() -> None:
 
 
 def _texts(name: str, values: Iterable[str]) -> tuple[str, ...]:
-    found = () if isinstance(values, str) else tuple(values)
-    if isinstance(values, str) or not all(isinstance(value, str) for value in found):
+    texts = () if isinstance(values, str) else tuple(values)
+    if isinstance(values, str) or not all(isinstance(value, str) for value in texts):
         raise ValueError(f"{name}={values!r}: give a list of texts")
-    return found
+    return texts
 
 
 def is_builtin(function: Callable[..., Any]) -> bool:
@@ -475,13 +475,13 @@ def _entry_points(path: tuple[str, ...]) -> dict[str, dict[str, list[EntryPoint]
     from importlib.metadata import entry_points  # slow to import
 
     installed = entry_points()
-    found: dict[str, dict[str, list[EntryPoint]]] = {}
+    of_groups: dict[str, dict[str, list[EntryPoint]]] = {}
     for group in installed.groups:
         for point in installed.select(group=group) if group.startswith("rlctl.") else ():
-            points = found.setdefault(group, {}).setdefault(point.name, [])
+            points = of_groups.setdefault(group, {}).setdefault(point.name, [])
             if point not in points:  # a package may be on the path twice
                 points.append(point)
-    return found
+    return of_groups
 
 
 def _owners(points: Iterable[EntryPoint]) -> str:

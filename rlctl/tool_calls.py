@@ -50,7 +50,7 @@ def parse_calls(text: str, tools: Sequence[Mapping[str, Any]] = ()) -> tuple[lis
             calls.append(_typed(glm[1], _GLM_ARGUMENT.findall(glm[2]), tools))
         else:
             values = _values(block) or [None]
-            read = [_call(one) for one in (values[0] if isinstance(values[0], list) else values)]
+            read = [_call(call) for call in (values[0] if isinstance(values[0], list) else values)]
             calls += [call for call in read if call]
             if None in read:
                 return calls, 'a tool call must be JSON: {"name": "…", "arguments": {…}}'
@@ -59,13 +59,13 @@ def parse_calls(text: str, tools: Sequence[Mapping[str, Any]] = ()) -> tuple[lis
 
 def _blocks(text: str) -> list[str]:
     """The parts of a reply that are tool calls."""
-    if found := _HERMES.findall(text):
-        return list(found)
-    if found := _DEEPSEEK.findall(text):
-        return [_named(name, arguments) for name, arguments in found]
+    if calls := _HERMES.findall(text):
+        return list(calls)
+    if calls := _DEEPSEEK.findall(text):
+        return [_named(name, arguments) for name, arguments in calls]
     if "[TOOL_CALLS]" in text:
         parts = text.split("[TOOL_CALLS]")[1:]
-        return [_named(named[1], named[2]) if (named := _MISTRAL.match(part)) else part for part in parts]
+        return [_named(named[1], named[2]) if (named := _MISTRAL.match(block)) else block for block in parts]
     plain = text.replace("<|python_tag|>", "")
     values = _values(plain) if plain.lstrip().startswith("{") else None
     return [plain] if values and all(map(_call, values)) else []  # else an answer
@@ -88,15 +88,15 @@ def _call(value: Any) -> ToolCall | None:
     return ToolCall(value["name"], arguments) if isinstance(arguments, dict) else None
 
 
-def _typed(name: str, given: Sequence[tuple[str, str]], tools: Sequence[Mapping[str, Any]]) -> ToolCall:
+def _typed(name: str, pairs: Sequence[tuple[str, str]], tools: Sequence[Mapping[str, Any]]) -> ToolCall:
     """The call of a format that writes values as plain text; others than text are JSON."""
     schemas = [tool["function"] for tool in tools if tool["function"]["name"] == name]
     known = schemas[0].get("parameters", {}).get("properties", {}) if schemas else {}
-    found = {}
-    for key, value in given:
+    arguments = {}
+    for key, value in pairs:
         read = None if known.get(key, {}).get("type") == "string" else _values(value)
-        found[key.strip()] = read[0] if read and len(read) == 1 else value
-    return ToolCall(name, found)
+        arguments[key.strip()] = read[0] if read and len(read) == 1 else value
+    return ToolCall(name, arguments)
 
 
 def _refused_constant(name: str) -> None:
@@ -111,10 +111,10 @@ def _finite(digits: str) -> float:
 
 
 def _without_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    found = dict(pairs)
-    if len(found) < len(pairs):
+    unique = dict(pairs)
+    if len(unique) < len(pairs):
         raise ValueError("a key occurs twice")
-    return found
+    return unique
 
 
 #: Decoder of JSON as the standard has it: without NaN and infinity (also 1e999), and no key twice.
@@ -125,15 +125,15 @@ JSON = json.JSONDecoder(
 
 def _values(text: str) -> list[Any] | None:
     """The JSON values in a text; None if it is something else."""
-    found, place = [], 0
+    values, position = [], 0
     try:
-        while place < len(text := text.rstrip("; \t\r\n")):
-            place += len(text[place:]) - len(text[place:].lstrip("; \t\r\n"))
-            value, place = JSON.raw_decode(text, place)
-            found.append(encodable(value))
+        while position < len(text := text.rstrip("; \t\r\n")):
+            position += len(text[position:]) - len(text[position:].lstrip("; \t\r\n"))
+            value, position = JSON.raw_decode(text, position)
+            values.append(encodable(value))
     except (ValueError, RecursionError):
         return None
-    return found
+    return values
 
 
 def encodable(value: Any) -> Any:

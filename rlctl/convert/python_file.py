@@ -149,9 +149,9 @@ class PythonFile:
         if name in self._imports and not definitions and not values:
             return self._imported(*self._imports[name])
         if name in self._steps:
-            found = [item for step in self._steps[name] for item in self.items(step)]
-            if not any(isinstance(item, Unresolved) for item in found):
-                return found
+            items = [item for step in self._steps[name] for item in self.items(step)]
+            if not any(isinstance(item, Unresolved) for item in items):
+                return items
         if len(values) == 1 and not definitions and name not in self._changed:
             return value_of(next(iter(values.values())), {}, lambda inner: self._other(inner, {}))
         if not values and not definitions:
@@ -213,7 +213,8 @@ class PythonFile:
         for function in self._nodes:
             if isinstance(function, ast.FunctionDef | ast.AsyncFunctionDef):
                 signature = function.args
-                names = {one.arg for one in (*signature.posonlyargs, *signature.args, *signature.kwonlyargs)}
+                declared = (*signature.posonlyargs, *signature.args, *signature.kwonlyargs)
+                names = {parameter.arg for parameter in declared}
                 names -= self._parsed  # passed on under the same name
                 for node in ast.walk(function):
                     parameters[id(node)] = _Undetermined(
@@ -243,9 +244,9 @@ class PythonFile:
             case ast.Attribute(value=inner, attr=attribute):
                 return self._attribute(value(inner), attribute)
             case ast.ListComp(generators=[ast.comprehension(target=ast.Name(), ifs=[])]):
-                found = self.items(node, names)
-                if not any(isinstance(item, Unresolved) for item in found):
-                    return found
+                items = self.items(node, names)
+                if not any(isinstance(item, Unresolved) for item in items):
+                    return items
             case ast.Call(func=ast.Attribute(attr="from_pretrained")):
                 named = [word.value for word in node.keywords if word.arg in _PRETRAINED]
                 [path] = [value(inner) for inner in [*node.args[:1], *named]][:1]
@@ -275,8 +276,8 @@ class PythonFile:
         is_class = isinstance(function, Definition) and isinstance(function.node, ast.ClassDef)
         if not is_class or node.args:
             raise ValueError("a call")
-        given = {word.arg: self.value(word.value) for word in node.keywords if word.arg}
-        return {"": function, **_fields(function), **given}
+        keywords = {word.arg: self.value(word.value) for word in node.keywords if word.arg}
+        return {"": function, **_fields(function), **keywords}
 
     def _attribute(self, value: Any, name: str) -> Any:
         if isinstance(value, PythonFile):
@@ -321,15 +322,20 @@ class PythonFile:
         return list(ast.walk(self.tree)) if self.tree else []
 
     @cached_property
+    def _members(self) -> set[int]:
+        """Statements in the body of a class, by `id`."""
+        classes = [node for node in self._nodes if isinstance(node, ast.ClassDef)]
+        return {id(member) for node in classes for member in node.body}
+
+    @cached_property
     def _definitions(self) -> dict[str, list[Any]]:
         """Functions and classes, of which methods are none."""
         kinds = (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)
-        methods = {id(part) for node in self._nodes if isinstance(node, ast.ClassDef) for part in node.body}
-        found: dict[str, list[Any]] = {}
+        definitions: dict[str, list[Any]] = {}
         for node in self._nodes:
-            if isinstance(node, kinds) and id(node) not in methods:
-                found.setdefault(node.name, []).append(node)
-        return found
+            if isinstance(node, kinds) and id(node) not in self._members:
+                definitions.setdefault(node.name, []).append(node)
+        return definitions
 
     @cached_property
     def _imports(self) -> dict[str, tuple[str, str, int]]:
@@ -347,13 +353,12 @@ class PythonFile:
     @cached_property
     def _values(self) -> dict[str, dict[str, ast.expr]]:
         """Variable → its values in the file, by their text."""
-        found: dict[str, dict[str, ast.expr]] = {}
-        fields = {id(part) for node in self._nodes if isinstance(node, ast.ClassDef) for part in node.body}
-        statements = [node for node in self._nodes if id(node) not in fields]
+        of_variables: dict[str, dict[str, ast.expr]] = {}
+        statements = [node for node in self._nodes if id(node) not in self._members]
         for target, value in _assignments(statements):
             if not _adds_adapter(target, value):
-                found.setdefault(target, {})[ast.unparse(value)] = value
-        return found
+                of_variables.setdefault(target, {})[ast.unparse(value)] = value
+        return of_variables
 
     @cached_property
     def _parsed(self) -> set[str]:
@@ -372,7 +377,7 @@ class PythonFile:
     @cached_property
     def arguments(self) -> dict[str, list[Any]]:
         """Option of `add_argument` → its default."""
-        found: dict[str, list[Any]] = {}
+        defaults: dict[str, list[Any]] = {}
         for node in self._nodes:
             if not (isinstance(node, ast.Call) and getattr(node.func, "attr", "") == "add_argument"):
                 continue
@@ -383,8 +388,8 @@ class PythonFile:
             default = words.get("default", switches.get(str(words.get("action"))))
             unset = "default" not in words and words.get("action") not in switches
             name = str(words.get("dest") or longest)
-            found.setdefault(name, []).append(Unresolved(name) if unset else default)
-        return found
+            defaults.setdefault(name, []).append(Unresolved(name) if unset else default)
+        return defaults
 
     @cached_property
     def _changes(self) -> dict[str, list[tuple[int, ast.expr]]]:
@@ -425,7 +430,7 @@ class PythonFile:
     @cached_property
     def _steps(self) -> dict[str, list[ast.expr]]:
         """List that is built in steps → the parts that it consists of, if no condition or loop decides."""
-        found: dict[str, list[ast.expr]] = {}
+        steps: dict[str, list[ast.expr]] = {}
         blocks: dict[str, list[tuple[int, ast.expr]]] = {}
         for block, node in _statements(self._nodes):
             for name, value in _assignments([node]):
@@ -433,8 +438,8 @@ class PythonFile:
         for name, changes in self._changes.items():
             starts = blocks.get(name, [])
             if len(starts) == 1 and all(block == starts[0][0] for block, _ in changes):
-                found[name] = [starts[0][1], *(value for _, value in changes)]
-        return found
+                steps[name] = [starts[0][1], *(value for _, value in changes)]
+        return steps
 
 
 #: Names of the first argument of `from_pretrained`.

@@ -91,9 +91,9 @@ def read(
         if kind == "python" and (others := other_trainers(text)):
             message, fix = f"it constructs {others}", f"import reads {', '.join(trainers(chosen))}"
         raise UsageError(message, where=str(path), fix=fix)
-    one, settings = launched
+    key_table, settings = launched
     copies = (copied.path, copied.text) if copied and copied.text else None
-    return ForeignConfig(one, _interpolated(_last(one, settings)), notes, copies)
+    return ForeignConfig(key_table, _interpolated(_last(key_table, settings)), notes, copies)
 
 
 def _text_of(path: Path) -> str:
@@ -145,27 +145,27 @@ def _from_script(
     notes: list[str],
 ) -> tuple[_Found | None, ExtractedFile]:
     """Settings of a Python file that a command starts, and of the command's options."""
-    tables = [one for one in chosen if one.classes]
+    tables = [key_table for key_table in chosen if key_table.classes]
     options = _options(tables[0], words, start, script, notes)
-    given = {option.key.replace("-", "_"): option.value for option in options}
-    file = parsed(script, _text_of(script), tables, environment, given)
+    arguments = {option.key.replace("-", "_"): option.value for option in options}
+    file = parsed(script, _text_of(script), tables, environment, arguments)
     copied = ExtractedFile(functions or _beside_spec(script), file)
-    found = python_settings(file, tables, copied, notes)
-    if found is None:
+    read = python_settings(file, tables, copied, notes)
+    if read is None:
         return None, copied
-    one, settings = found
+    key_table, settings = read
     settings = [replace(setting, where=f"{script.name}, {setting.where}") for setting in settings]
     own = file.own_options  # its settings contain them
     is_read = file.reads_options or not options
     if not is_read:
         notes.append(f"{script.name} reads no options: those of the command have no effect")
-    launcher = (*one.launcher, *_LAUNCHER_FILES)
+    launcher = (*key_table.launcher, *_LAUNCHER_FILES)
     kept = [
         option
         for option in options
         if option.key in launcher or (is_read and option.key.replace("-", "_") not in own)
     ]
-    return (one, settings + kept), copied
+    return (key_table, settings + kept), copied
 
 
 def _from_shell(
@@ -183,7 +183,7 @@ def _from_shell(
 
     launches: list[_Found] = []
     pending = list(begun)
-    patterns = [pattern for one in chosen for pattern in one.commands]
+    patterns = [pattern for key_table in chosen for pattern in key_table.commands]
     while pending:
         args = pending.pop(0)
         words = [Arg(piece, arg.line) for arg in args for piece in _words(arg.text)]
@@ -320,10 +320,12 @@ def _other_file(path: Path, name: str, notes: list[str]) -> list[ForeignSetting]
 def _from_mapping(path: Path, chosen: list[KeyTable], notes: list[str]) -> _Found | None:
     settings = _settings_of(path, "line ", notes)
     keys = [setting.key for setting in settings]
-    if all(map(leaf_of, keys)) and not any(set(keys) <= one.keys.keys() for one in chosen):
+    if all(map(leaf_of, keys)) and not any(set(keys) <= key_table.keys.keys() for key_table in chosen):
         message, fix = "every key is one of rlctl's: this is a spec", f"rlctl train --spec {path} --dry-run"
         raise UsageError(message, where=str(path), fix=fix)
-    scores = [sum(setting.key.startswith(tuple(one.marks)) for setting in settings) for one in chosen]
+    scores = [
+        sum(setting.key.startswith(tuple(key_table.marks)) for setting in settings) for key_table in chosen
+    ]
     if not max(scores) and len(chosen) > 1:
         return None
     return chosen[scores.index(max(scores))], settings

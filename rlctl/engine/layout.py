@@ -99,7 +99,7 @@ def _tokens_read(inputs: ModelInputs) -> _Tokens:
     Raises:
         ValueError: the first token of a sequence is scored.
     """
-    ids, scored, lengths = (part.cpu() for part in (inputs.token_ids, inputs.scored, inputs.lengths))
+    ids, scored, lengths = (column.cpu() for column in (inputs.token_ids, inputs.scored, inputs.lengths))
     sequences = Segments(lengths)
     if bool((scored & (sequences.places == 0)).any()):
         raise ValueError("nothing predicts the first token of a sequence, so it cannot be scored")
@@ -159,9 +159,9 @@ class _Placing:
 
     def placed(self, values: Tensor, padding: int = 0) -> Tensor:
         """(R, W, …): the values of the tokens (n, …) at their places."""
-        found = values.new_full((*self.shape, *values.shape[1:]), padding)
-        found[self.row, self.place] = values
-        return found
+        rows = values.new_full((*self.shape, *values.shape[1:]), padding)
+        rows[self.row, self.place] = values
+        return rows
 
     def rows(self, tokens: _Tokens, device: torch.device) -> Rows:
         """The body's inputs, with id and position 0 in padding, and without a mask."""
@@ -212,8 +212,8 @@ def _packing(tokens: _Tokens, width: int | None) -> _Placing:
     is_own = torch.arange(tokens.longest) >= shared[:, None]
     owner = sequences.flat(_last_owners(is_own)).long()
     last = sequences.flat(_next_owners(is_own)).long() - 1
-    place = start[owner] + sequences.places - shared[owner]
-    return _Placing(row[owner], place, (len(bins), filled), number[owner], number[last])
+    column = start[owner] + sequences.places - shared[owner]
+    return _Placing(row[owner], column, (len(bins), filled), number[owner], number[last])
 
 
 def _starts(bins: list[list[range]], num_own: Tensor) -> tuple[Tensor, Tensor, Tensor, int]:
@@ -283,9 +283,9 @@ def _padding(tokens: _Tokens, share_prompts: bool) -> _Placing:
         if len(runs) < len(sequences):
             cuts, num_runs = -runs.spread(runs.max(-first).long()), len(runs)
     prefix = int(cuts.max())
-    place = sequences.places + sequences.spread(prefix - cuts)
-    shape = len(sequences), int(place.max()) + 1
-    return _Placing(sequences.index, place, shape, prefix=prefix, num_runs=num_runs)
+    column = sequences.places + sequences.spread(prefix - cuts)
+    shape = len(sequences), int(column.max()) + 1
+    return _Placing(sequences.index, column, shape, prefix=prefix, num_runs=num_runs)
 
 
 def packed_rows(body: Any, tokens: _Tokens, width: int | None) -> Rows:
@@ -460,13 +460,13 @@ def can_pack(body: Any) -> bool:
             if not has_keys_only(getattr(separate, "past_key_values", None)):
                 return False
             rows = packed_rows(body, tokens, row_width(body.config))
-            found = states_of(body, rows)
+            packed = states_of(body, rows)
             with rounding_embeddings(body):
                 rounded = body(input_ids=ids, use_cache=False).last_hidden_state
     except UNSUPPORTED:  # such as this mask
         return False
     plain, rounded = (states[:, 1:-1].flatten(0, 1) for states in (separate.last_hidden_state, rounded))
-    return same_values(found, plain, rounded)
+    return same_values(packed, plain, rounded)
 
 
 @torch.no_grad()
@@ -503,7 +503,7 @@ def rounding_embeddings(model: Any) -> Iterator[None]:
         hook.remove()
 
 
-def same_values(found: Tensor, plain: Tensor, rounded: Tensor | None = None) -> bool:
+def same_values(values: Tensor, plain: Tensor, rounded: Tensor | None = None) -> bool:
     """Whether two results of one computation differ by rounding only.
 
     `rounded`: `plain` inside `rounding_embeddings`; None: the computation is that of one layer.
@@ -513,7 +513,7 @@ def same_values(found: Tensor, plain: Tensor, rounded: Tensor | None = None) -> 
         tolerance = max(tolerance, 3.0 * float((rounded.float() - plain.float()).norm() / size))
     elif plain.dtype != torch.float32:
         tolerance = _TOLERANCE
-    return bool((found.float() - plain.float()).norm() < tolerance * size)
+    return bool((values.float() - plain.float()).norm() < tolerance * size)
 
 
 def idle_inputs(device: Any = "cpu") -> ModelInputs:

@@ -68,8 +68,8 @@ def load_tokenizer(path: str, **loading: Unpack[Loading]) -> Any:
     """Loads a model's tokenizer; errors are those of `load_policy`."""
     from transformers import AutoTokenizer
 
-    with explained(path) as found:
-        return AutoTokenizer.from_pretrained(found, **_source(loading))
+    with explained(path) as name:
+        return AutoTokenizer.from_pretrained(name, **_source(loading))
 
 
 def load_policy(path: str, **loading: Unpack[Loading]) -> tuple[Any, Any]:
@@ -86,8 +86,8 @@ def load_policy(path: str, **loading: Unpack[Loading]) -> tuple[Any, Any]:
     if loading.get("use_liger"):
         refuse_liger_here()
     tokenizer = load_tokenizer(path, **loading)
-    with explained(path) as found:
-        model = _causal_lm(found, loading)
+    with explained(path) as name:
+        model = _causal_lm(name, loading)
     _check_embeddings(model, tokenizer, f"model.path={path}", "use the tokenizer the model was trained with")
     return model, tokenizer
 
@@ -103,9 +103,9 @@ def load_other_model(path: str, tokenizer: Any, *, key: str, **loading: Unpack[L
     Raises:
         UsageError, EnvironmentFailure: as `load_policy`; its tokenizer is not the policy's.
     """
-    with explained(path, key) as found:
-        _refuse_other_tokens(found, tokenizer, f"{key}={path}", loading)
-        model = _causal_lm(found, loading)
+    with explained(path, key) as name:
+        _refuse_other_tokens(name, tokenizer, f"{key}={path}", loading)
+        model = _causal_lm(name, loading)
     _check_embeddings(model, tokenizer, f"{key}={path}", "name a model with the policy's tokenizer")
     return model
 
@@ -177,7 +177,7 @@ def _freeze_unread(model: Any) -> None:
     if body is None:
         return
     parts = (body, model.get_input_embeddings(), model.get_output_embeddings())
-    read = {id(parameter) for part in parts if part is not None for parameter in part.parameters()}
+    read = {id(parameter) for module in parts if module is not None for parameter in module.parameters()}
     for parameter in model.parameters():
         if id(parameter) not in read:
             parameter.requires_grad_(False)
@@ -186,8 +186,8 @@ def _freeze_unread(model: Any) -> None:
 def _processor_files(model: Any) -> dict[str, bytes]:
     """Name → content of the files that a multimodal model needs besides config, weights and tokenizer."""
     revision = getattr(model.config, "_commit_hash", None)
-    found = _files(model.name_or_path, _PROCESSOR_FILES, revision, _commit_hash=revision)
-    return {file.name: file.read_bytes() for file in found}
+    files = _files(model.name_or_path, _PROCESSOR_FILES, revision, _commit_hash=revision)
+    return {file.name: file.read_bytes() for file in files}
 
 
 def _files(path: str, names: Iterable[str], revision: str | None, **more: Any) -> list[Path]:
@@ -200,8 +200,8 @@ def _files(path: str, names: Iterable[str], revision: str | None, **more: Any) -
         "_raise_exceptions_for_missing_entries": False,
         "_raise_exceptions_for_connection_errors": False,
     }
-    found = (cached_file(path, name, **options, **more) for name in names)
-    return [Path(file) for file in found if file]
+    paths = (cached_file(path, name, **options, **more) for name in names)
+    return [Path(file) for file in paths if file]
 
 
 def _check_embeddings(model: Any, tokenizer: Any, where: str, fix: str) -> None:
@@ -277,8 +277,8 @@ def _join_parts(
     for path in main.iterdir():
         if ".safetensors" not in path.name:
             path.rename(directory / path.name)
-    for part in directory.glob("rank-*"):
-        shutil.rmtree(part)
+    for directory_of_rank in directory.glob("rank-*"):
+        shutil.rmtree(directory_of_rank)
 
 
 def refuse_liger_here() -> None:

@@ -132,12 +132,13 @@ def check(request: CheckRequest, progress: Progress | None = None) -> CheckRepor
     probes = _Probes(lengths, reference, request.max_prompt_length, measured, request.continue_final_message)
     progress.phase("reading", sum(source.num_bytes for source in sources))
     checks = [_FileCheck(source, probes, progress) for source in sources]
-    found = [finding for one in checks for finding in one.findings()] + _shared_questions(checks)
+    findings = [finding for file in checks for finding in file.findings()] + _shared_questions(checks)
     if lengths is not None:
-        found += template_findings(lengths.renderer)
-    compared = tuple(comparison for one in checks for comparison in one.comparisons())
+        findings += template_findings(lengths.renderer)
+    compared = tuple(comparison for file in checks for comparison in file.comparisons())
     described = lengths.describe() if lengths else None
-    return CheckReport([one.report() for one in checks], worst_first(found), measured, described, compared)
+    reports = [file.report() for file in checks]
+    return CheckReport(reports, worst_first(findings), measured, described, compared)
 
 
 @dataclass(frozen=True, slots=True)
@@ -183,7 +184,7 @@ class _FileCheck:
             self._num_rows += len(usable) + len(bad)
             progress.advance(block.num_bytes)
         #: over the usable rows: hashes, see `_check_rows`
-        self.hashes = tuple(np.concatenate(part) for part in zip(*parts, strict=True))
+        self.hashes = tuple(np.concatenate(columns) for columns in zip(*parts, strict=True))
 
     def report(self) -> FileReport:
         """Layout and contents of the file."""
@@ -243,7 +244,7 @@ class _FileCheck:
 
     def _check_rows(self, usable: Sequence[tuple[Record, MeasuredRow]]) -> tuple[Any, ...]:
         """Checks the usable rows of a block and returns their part of `hashes`."""
-        block = [one.row for _, one in usable]
+        block = [measured.row for _, measured in usable]
         ruled: list[tuple[Record, Row]] = []
         for record, usable_row in usable:
             row = usable_row.row
@@ -271,7 +272,8 @@ class _FileCheck:
                 self._found.add(f"leak-{way}", record.where, file=file)
         recipe = self._recipe or Recipe("generic").resolve()
         others = [
-            column_keys(one.row.extra, columns_read(recipe, record.values or {})[1]) for record, one in usable
+            column_keys(measured.row.extra, columns_read(recipe, record.values or {})[1])
+            for record, measured in usable
         ]
         return (  # question, ground truth, row number, other columns, those that name a row
             np.array([text_key(normalise(row.question)) for row in block], np.uint64),
@@ -284,8 +286,8 @@ class _FileCheck:
     def _check_lengths(self, usable: Sequence[tuple[Record, MeasuredRow]]) -> None:
         probes, unit = self._probes, self._probes.measured.unit
         context = probes.lengths.context if probes.lengths else None
-        for record, one in usable:
-            length = one.num_tokens if probes.lengths else characters(one.row)
+        for record, measured in usable:
+            length = measured.num_tokens if probes.lengths else characters(measured.row)
             probes.measured.add([length])
             if probes.limit is not None and length > probes.limit:
                 self._found.add("overlong", record.where, f"{length:,} {unit}", limit=probes.limit, unit=unit)

@@ -89,11 +89,11 @@ def row_finding(
     if not count:
         return []
     entry = _ROW_FINDINGS[kind]
-    what = entry["what"].format(**values)
+    words = entry["what"].format(**values)
     if kind.startswith("test-leak"):
-        sentence = f"{rows(count)} of the test split {agree(count, what)}"
+        sentence = f"{rows(count)} of the test split {agree(count, words)}"
     else:
-        sentence = f"{rows(count)} {agree(count, what)}" if total is None else share(count, total, what)
+        sentence = f"{rows(count)} {agree(count, words)}" if total is None else share(count, total, words)
     first = tuple(examples[:EXAMPLES_SHOWN])
     code, fix = entry.get("code", kind), entry.get("fix", "")
     return [DataFinding(code, entry["severity"], sentence, count, first, fix)]
@@ -120,9 +120,9 @@ class RowFindings:
     def findings(self) -> list[DataFinding]:
         """One finding for each kind and each combination of `values`."""
         return [
-            found
+            finding
             for (kind, values), first in self._first.items()
-            for found in row_finding(kind, self._counts[kind, values], first, **dict(values))
+            for finding in row_finding(kind, self._counts[kind, values], first, **dict(values))
         ]
 
 
@@ -166,8 +166,8 @@ def share(count: int, total: int, verb: str) -> str:
 def text_doubts(row: Row) -> Iterator[Doubt]:
     """Yields doubts about control characters and U+FFFD replacement characters."""
     texts = [row.ground_truth, *(message.content for message in row.prompt)]
-    if found := next(filter(None, map(_CONTROL.search, texts)), None):
-        yield "control-characters", f"U+{ord(found[0]):04X}"
+    if match := next(filter(None, map(_CONTROL.search, texts)), None):
+        yield "control-characters", f"U+{ord(match[0]):04X}"
     if any("\ufffd" in text for text in texts):
         yield "lost-characters", ""
 
@@ -225,11 +225,13 @@ def placeholder_notes(rows_of: Mapping[str, Iterable[Row]]) -> list[str]:
     """A warning for each group of rows, by its name, in which ground truths are placeholders."""
     notes = []
     for name, group in rows_of.items():
-        if found := [(row.where, what) for row in group if (what := placeholder(row)) not in {"", NO_ANSWER}]:
-            where, what = found[0]
+        texts = [(row.where, placeholder(row)) for row in group]
+        if placeholders := [(where, text) for where, text in texts if text not in {"", NO_ANSWER}]:
+            where, text = placeholders[0]
             notes.append(
-                f"warning: {name}: in {rows(len(found))} the ground truth is a placeholder, and a response "
-                f"that repeats it scores 1 ({where}: {what}); `rlctl prepare-data parquet` leaves them out"
+                f"warning: {name}: in {rows(len(placeholders))} the ground truth is a placeholder, and a "
+                f"response that repeats it scores 1 ({where}: {text}); "
+                "`rlctl prepare-data parquet` leaves them out"
             )
     return notes
 

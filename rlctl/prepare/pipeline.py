@@ -128,7 +128,7 @@ def _written(request: PrepareRequest, planned: _Planned, progress: Progress) -> 
     check_replaceable(request.out, [*sources, *(file.source for file in against)])
     with staged_directory(request.out) as stage:
         with Staging(stage) as staging, few_collections():
-            placed, found = _take_in(request, plan, sources, staging, stage, progress)
+            placed, findings = _take_in(request, plan, sources, staging, stage, progress)
             decision = decide(request, plan.lengths, against, staging, placed, progress)
             counts = decision.counts(staging.num_records)
             columns = _columns(plan, sources, staging)
@@ -140,7 +140,7 @@ def _written(request: PrepareRequest, planned: _Planned, progress: Progress) -> 
             }
         reported = [
             asdict(finding) | {"examples": list(finding.examples)}
-            for finding in worst_first([*decision.findings, *found])
+            for finding in worst_first([*decision.findings, *findings])
         ]
         outputs = {file.name: sha256_of(file) for file in sorted(stage.iterdir())}
         report = decision.report | {"columns": columns, "findings": reported}
@@ -236,20 +236,20 @@ def _take_in(
         blocks = (block for source in sources for block in read_blocks(source))
         for block, done in run(transform, plan, blocks, workers):
             failed = _grader_failures(truths, block, done, findings) if request.check_graders else {}
-            bad_places += [staging.num_rows + place for place in failed]
+            bad_places += [staging.num_rows + index for index in failed]
             for bad in sorted([*done.bad, *failed.values()], key=lambda record: record.number):
                 if len(first_bad) < PROBLEMS_SHOWN:
                     first_bad.append(f"{bad.where}: {bad.problem}")
                 if quarantine is not None:
                     entry = {"file": str(bad.path), "row": bad.number, "reason": bad.problem, "raw": bad.raw}
                     quarantine.write(json.dumps(entry) + "\n")
-            for place, what in done.placeholders.items():
-                row, where = staging.num_rows + place, f"{block.path}:{done.keys['number'][place]}"
-                if what == NO_ANSWER:
+            for index, placeholder in done.placeholders.items():
+                row, where = staging.num_rows + index, f"{block.path}:{done.keys['number'][index]}"
+                if placeholder == NO_ANSWER:
                     missing.append((row, where))
                 elif request.check_graders or request.no_answer == "drop":
                     dropped.append(row)
-                    findings.add("placeholder-dropped", where, what)
+                    findings.add("placeholder-dropped", where, placeholder)
             staging.add(block, done)
             for number, doubts in done.doubts:
                 for kind, detail in doubts:
@@ -271,7 +271,7 @@ def _take_in(
 
 
 def _without_answers(
-    request: PrepareRequest, staging: Staging, missing: Sequence[tuple[int, str]], found: RowFindings
+    request: PrepareRequest, staging: Staging, missing: Sequence[tuple[int, str]], findings: RowFindings
 ) -> list[int]:
     """Rows to leave out because they have no answer; `missing`: index and place of all such rows.
 
@@ -281,7 +281,7 @@ def _without_answers(
         return []
     is_without = len(missing) == staging.num_rows
     for _, where in missing:
-        found.add(
+        findings.add(
             "no-answers" if is_without else "placeholder-dropped", where, "" if is_without else NO_ANSWER
         )
     return [] if is_without else [row for row, _ in missing]
@@ -336,7 +336,7 @@ def _columns(plan: TransformPlan, sources: Sequence[Source], staging: Staging) -
 
 
 def _grader_failures(
-    truths: TruthChecks, block: Block, done: Transformed, found: RowFindings
+    truths: TruthChecks, block: Block, done: Transformed, findings: RowFindings
 ) -> dict[int, Record]:
     """Rows of a block whose ground truth fails the check by their grader, by index among the usable rows.
 
@@ -346,14 +346,14 @@ def _grader_failures(
     asked = [(index, truth) for index, truth in enumerate(done.truths) if truth]
     reasons = truths.problems([truth for _, truth in asked])
     wrong: dict[int, tuple[int, str]] = {}  # number → place, reason
-    for (place, (source, text)), reason in zip(asked, reasons, strict=True):
-        number = int(done.keys["number"][place])
+    for (index, (source, text)), reason in zip(asked, reasons, strict=True):
+        number = int(done.keys["number"][index])
         if missing := truths.missing(source):
-            found.add("answers-not-checked", f"{block.path}:{number}", package=missing.package)
+            findings.add("answers-not-checked", f"{block.path}:{number}", package=missing.package)
         elif reason and knows_source(source):
-            wrong[number] = (place, f"the ground truth cannot be graded: {reason}")
+            wrong[number] = (index, f"the ground truth cannot be graded: {reason}")
         elif reason:
-            found.add("ground-truth", f"{block.path}:{number}", f"{text[:60]!r}: {reason}")
+            findings.add("ground-truth", f"{block.path}:{number}", f"{text[:60]!r}: {reason}")
     return {
         wrong[record.number][0]: record._replace(problem=wrong[record.number][1])
         for record in (records_of(block) if wrong else ())

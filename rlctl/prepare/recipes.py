@@ -106,10 +106,10 @@ def _multiple_choice(values: Values, prompt_key: str, answer_key: str) -> Row:
     """A question with choices, which get letters; the ground truth is the letter of the correct one."""
     labels, texts = _choices(listed(lookup(values, "choices|options")))
     *before, last = parse_messages(lookup(values, prompt_key))
-    place = _chosen(lookup(values, answer_key), labels, texts)
+    choice = _chosen(lookup(values, answer_key), labels, texts)
     lettered = "\n".join(f"{LETTERS[i]}. {text}" for i, text in enumerate(texts))
     messages = (*before, Message(last.role, f"{last.content}\n\n{lettered}"))
-    return Row("", messages, LETTERS[place], answer=texts[place])
+    return Row("", messages, LETTERS[choice], answer=texts[choice])
 
 
 def _choices(value: Any) -> tuple[list[str], list[str]]:
@@ -210,11 +210,11 @@ def reply_of(completion: list[Any]) -> Any:
 
 def _alpaca(values: Values, prompt_key: str, answer_key: str) -> Row:
     """An instruction, perhaps with an input, and the output."""
-    parsed, given = _plain(values, prompt_key, answer_key), text_of(values.get("input")).strip()
-    if not given:
+    parsed, input_text = _plain(values, prompt_key, answer_key), text_of(values.get("input")).strip()
+    if not input_text:
         return parsed
     *before, last = parsed.prompt
-    return replace(parsed, prompt=(*before, replace(last, content=f"{last.content}\n\n{given}")))
+    return replace(parsed, prompt=(*before, replace(last, content=f"{last.content}\n\n{input_text}")))
 
 
 def _conversation(values: Values, prompt_key: str, answer_key: str) -> Row:
@@ -308,8 +308,8 @@ _FORMS: dict[str, Callable[[Values], bool]] = {
 
 def _table() -> Iterator[tuple[str, Layout]]:
     for name, fields in LAYOUT_TABLE["layouts"].items():
-        given = fields | {"instruction": LAYOUT_TABLE["instructions"].get(fields.get("instruction"), "")}
-        yield name, Layout(_READERS[name], has_form=_FORMS.get(name, lambda _: True), **given)
+        layout = fields | {"instruction": LAYOUT_TABLE["instructions"].get(fields.get("instruction"), "")}
+        yield name, Layout(_READERS[name], has_form=_FORMS.get(name, lambda _: True), **layout)
 
 
 #: Built-in layouts, the more specific first: `auto` selects the first that recognises the record.
@@ -398,16 +398,16 @@ def _renamed(names: tuple[str, ...]) -> dict[str, str]:
     Raises:
         RowError: two columns would have one name.
     """
-    found: dict[str, str] = {}
+    columns: dict[str, str] = {}
     for name in names:
         known = _KNOWN.get(name.strip().lower(), name)
         if known == name:
             continue
-        others = [column for column, target in found.items() if target == known]
+        others = [column for column, target in columns.items() if target == known]
         if other := known if known in names else next(iter(others), None):
             raise RowError(f"the columns {other!r} and {name!r} differ only in case: rename one of them")
-        found[name] = known
-    return found
+        columns[name] = known
+    return columns
 
 
 def with_known_names(values: Values) -> Values:
@@ -510,14 +510,14 @@ class Recipe:
     def options_for(self, columns: Iterable[str]) -> str:
         """Options that name the columns of question and answer, if `columns` has others of usual names."""
         lower = {column.strip().lower(): column for column in columns}
-        given = {*f"{self.prompt_key}|{self.answer_key}".split("|")}
-        found = {
+        own_keys = {*f"{self.prompt_key}|{self.answer_key}".split("|")}
+        options = {
             option: lower[name]
             for option, usual in {"--answer-key": _USUAL_ANSWERS, "--prompt-key": _USUAL_PROMPTS}.items()
             if (name := next(filter(lower.get, usual), None))
         }
-        is_new = len(found) == 2 and not given.issuperset(found.values())
-        return " ".join(f"{option} {shlex.quote(column)}" for option, column in found.items() if is_new)
+        is_new = len(options) == 2 and not own_keys.issuperset(options.values())
+        return " ".join(f"{option} {shlex.quote(column)}" for option, column in options.items() if is_new)
 
     def to_row(self, values: Mapping[str, Any], source: str, index: int) -> Row:
         """Converts a record of a file, for `source` see `Source.name`, to a row; `self` must be resolved.
@@ -565,8 +565,8 @@ class Recipe:
         """
         if self.name in {"verl", "dapo-math"}:  # `parse_row` has kept them
             return extra
-        if isinstance(given := values.get("extra_info"), Mapping):
-            extra = extra_of(given) | extra
+        if isinstance(carried := values.get("extra_info"), Mapping):
+            extra = extra_of(carried) | extra
         prompt, names = _carried_names(self.name, self.prompt_key or "", self.answer_key or "", tuple(record))
         if prompt and not is_conversation(record[prompt]):
             names = (*names, prompt)

@@ -94,31 +94,31 @@ def usable_rows(
             rows.append(row)
     measured = lengths.measure(rows) if lengths is not None else [MeasuredRow(row, -1) for row in rows]
     pairs = list(zip(records, measured, strict=True))
-    bad += [record._replace(problem=one.problem) for record, one in pairs if one.problem]
+    bad += [record._replace(problem=measured.problem) for record, measured in pairs if measured.problem]
     return [pair for pair in pairs if not pair[1].problem], sorted(bad, key=lambda record: record.number)
 
 
 def transform(plan: TransformPlan, block: Block) -> Transformed:
     """Converts the rows of a block with the recipe, checks and measures them, and computes their keys."""
     usable, bad = usable_rows(plan.recipe, plan.lengths, block)
-    rows = [one.row for _, one in usable]
+    rows = [measured.row for _, measured in usable]
     split = (blake2b(f"{plan.seed}\n{row.question}".encode(), digest_size=8).digest() for row in rows)
     columns_of_rows = {
         "number": [record.number for record, _ in usable],
         "split": [int.from_bytes(digest, "big") for digest in split],
         "exact": [text_key(normalise(row.question)) for row in rows],
         "answer": [crc32(row.ground_truth.encode()) for row in rows],
-        "tokens": [one.num_tokens for _, one in usable],
+        "tokens": [measured.num_tokens for _, measured in usable],
     }
     others = [
-        column_keys(one.row.extra, columns_read(plan.recipe, record.values or {})[1])
-        for record, one in usable
+        column_keys(measured.row.extra, columns_read(plan.recipe, record.values or {})[1])
+        for record, measured in usable
     ]
     columns_of_rows["columns"] = [columns for columns, _ in others]
     columns_of_rows |= {name: [ids[name] for _, ids in others] for name in ID_COLUMNS}
     keys = {name: np.array(values, dtype=KEYS[name]) for name, values in columns_of_rows.items()}
     batch = batch_of(rows)
-    placeholders = {index: what for index, row in enumerate(rows) if (what := placeholder(row))}
+    placeholders = {index: text for index, row in enumerate(rows) if (text := placeholder(row))}
     return Transformed(
         num_records=len(usable) + len(bad),
         rows=to_stream(batch, compression="lz4"),
@@ -131,7 +131,9 @@ def transform(plan: TransformPlan, block: Block) -> Transformed:
         placeholders=placeholders,
         sources=Counter(row.data_source for row in rows if row.ground_truth),
         numbers=Counter(row.data_source for row in rows if has_number(row)),
-        doubts=[(record.number, doubts) for record, one in usable if (doubts := row_doubts(one.row))],
+        doubts=[
+            (record.number, doubts) for record, measured in usable if (doubts := row_doubts(measured.row))
+        ],
         num_bytes=batch.nbytes,
         has_other=any(row.extra.keys() - EXTRA_COLUMNS for row in rows),
         has_calls=any(row.has_calls for row in rows),
@@ -141,11 +143,11 @@ def transform(plan: TransformPlan, block: Block) -> Transformed:
 
 def _columns(rows: Sequence[Row]) -> dict[str, bool]:
     """Field of `extra_info` → whether some row has a value that is neither null nor empty."""
-    found: dict[str, bool] = {}
+    filled: dict[str, bool] = {}
     for row in rows:
         for name, value in row.extra.items():
-            found[name] = found.get(name, False) or value not in (None, "", [], {})
-    return found
+            filled[name] = filled.get(name, False) or value not in (None, "", [], {})
+    return filled
 
 
 @dataclass(frozen=True, slots=True)
@@ -217,8 +219,8 @@ class Staging:
         """Appends the rows and keys of a block."""
         rows = self._files["rows"]
         if done.num_rows:
-            place = (rows.tell(), len(done.rows), self.num_rows, done.num_rows, self.num_records)
-            self.blocks.append(StagedBlock(self.file("rows"), *place, block.path, done.num_bytes))
+            position = (rows.tell(), len(done.rows), self.num_rows, done.num_rows, self.num_records)
+            self.blocks.append(StagedBlock(self.file("rows"), *position, block.path, done.num_bytes))
             rows.write(done.rows)
             for name, values in done.keys.items():
                 self._files[name].write(np.ascontiguousarray(values).tobytes())
@@ -243,13 +245,13 @@ class Staging:
 
     def places(self, rows: Sequence[int] | NDArray[Any]) -> list[str]:
         """`file:row` of the first few of these staged rows."""
-        found = []
+        places = []
         with self.file("number").open("rb") as file:
             for row in map(int, rows[:EXAMPLES_SHOWN]):
                 block = self.blocks[bisect_right(self.blocks, row, key=lambda block: block.first_row) - 1]
                 file.seek(8 * row)
-                found.append(f"{block.source}:{int.from_bytes(file.read(8), 'little')}")
-        return found
+                places.append(f"{block.source}:{int.from_bytes(file.read(8), 'little')}")
+        return places
 
     def questions(self, is_wanted: NDArray[np.bool_]) -> Iterator[str]:
         """Yields the questions of the rows where `is_wanted` (rows,) is true, in order."""

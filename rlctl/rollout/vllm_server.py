@@ -76,10 +76,10 @@ class VLLMServerRollout(CompletionRollout):
 
     def each(self) -> dict[str, VLLMServerRollout]:
         """Samplers with the current weights of one server each, by its URL."""
-        found = {url: copy.copy(self) for url in self._urls}
-        for url, server in found.items():
+        servers = {url: copy.copy(self) for url in self._urls}
+        for url, server in servers.items():
             server._urls = [url]
-        return found
+        return servers
 
     def close(self) -> None:
         """Stops the servers started here and removes the published weights."""
@@ -117,8 +117,8 @@ class VLLMServerRollout(CompletionRollout):
         patience = None if self._in_flight else self._client.answer_timeout
         work = (self._share(*share, sampling, is_ahead=is_ahead) for share in shares.items())
         parts = self._client.run(self._client.watched(work, patience))
-        found = {place: completion for part in parts for place, completion in part.items()}
-        return [found[place] for place in range(len(found))]
+        completions = {number: completion for of_server in parts for number, completion in of_server.items()}
+        return [completions[number] for number in range(len(completions))]
 
     async def _share(
         self, number: int, requests: Mapping[int, Request], sampling: Sampling, *, is_ahead: bool
@@ -130,8 +130,8 @@ class VLLMServerRollout(CompletionRollout):
         while tries_left:
             urls = self._current_urls()
             url = urls[(self._rank + number) % len(urls)]
-            missing = [place for place in requests if place not in completions]
-            asked = [self._ask(url, requests[place], sampling, is_ahead=is_ahead) for place in missing]
+            missing = [number for number in requests if number not in completions]
+            asked = [self._ask(url, requests[number], sampling, is_ahead=is_ahead) for number in missing]
             answers = dict(zip(missing, await asyncio.gather(*asked), strict=True))
             failure = next((each for each in answers.values() if isinstance(each, ServerFailed)), None)
             if failure:
@@ -270,9 +270,9 @@ def generated(answer: bytes, versions: Mapping[str, int]) -> Completion | None:
         np.array([token["logprob"] for token in tokens], dtype=np.float32),
         choice.get("finish_reason"),
         (
-            np.array([len(found) for found in lists], dtype=np.int64),
-            np.array([one["token_id"] for one in together], dtype=np.int64),
-            np.array([one["logprob"] for one in together], dtype=np.float32),
+            np.array([len(tokens) for tokens in lists], dtype=np.int64),
+            np.array([token["token_id"] for token in together], dtype=np.int64),
+            np.array([token["logprob"] for token in together], dtype=np.float32),
         ),
         np.repeat(np.array(known, dtype=np.int64), lengths),
     )

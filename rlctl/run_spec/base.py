@@ -97,8 +97,8 @@ class Aliases:
     def __get_pydantic_json_schema__(
         self, schema: CoreSchema, handler: GetJsonSchemaHandler
     ) -> dict[str, Any]:
-        found = handler(schema)
-        return {"anyOf": [*found.get("anyOf", [found]), {"type": "string", "enum": list(self.names)}]}
+        described = handler(schema)
+        return {"anyOf": [*described.get("anyOf", [described]), {"type": "string", "enum": list(self.names)}]}
 
 
 #: verl's names of the KL estimators.
@@ -183,33 +183,33 @@ class Registered:
         }
 
 
-def params_of(part: Part, given: Mapping[str, Any]) -> BaseModel | None:
+def params_of(part: Part, values: Mapping[str, Any]) -> BaseModel | None:
     """Validated parameters of the part, with defaults for those not given; None: the part has no parameters.
 
     Raises:
         ValidationError: a value is wrong; `param_problems` describes it.
     """
-    return None if part.params is None else part.params.model_validate(dict(given))
+    return None if part.params is None else part.params.model_validate(dict(values))
 
 
-def unread_params(key: str, names: Iterable[str], what: str) -> list[Problem]:
+def unread_params(key: str, names: Iterable[str], message: str) -> list[Problem]:
     """Problems of parameters at `key` that nothing reads."""
     fix = f"leave it out, or set {key} to {{}}"
-    return [Problem("error", f"{key}.{name}", what, fix) for name in names]
+    return [Problem("error", f"{key}.{name}", message, fix) for name in names]
 
 
-def param_problems(registry: Registry, name: str, key: str, given: Mapping[str, Any]) -> list[Problem]:
+def param_problems(registry: Registry, name: str, key: str, values: Mapping[str, Any]) -> list[Problem]:
     """Problems of the parameters at `key` for the part `name`; empty if they are valid."""
     registered = registry.part(name)
     if registered.params is None:
-        return unread_params(key, given, f"{name} takes no parameters")
+        return unread_params(key, values, f"{name} takes no parameters")
     known = f"the parameters of {name} are {', '.join(registered.params.model_fields)}"
     problems: list[tuple[str, str]] = []
     if registered.params.model_config.get("extra", "ignore") == "ignore":
-        unknown = given.keys() - registered.params.model_fields.keys()
+        unknown = values.keys() - registered.params.model_fields.keys()
         problems += [(param, "unknown parameter") for param in sorted(unknown)]
     try:
-        params_of(registered, given)
+        params_of(registered, values)
     except ValidationError as error:
         problems += [(".".join(map(str, details["loc"])), in_words(details)) for details in error.errors()]
     return [Problem("error", f"{key}.{param}", message, known) for param, message in problems]

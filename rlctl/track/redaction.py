@@ -64,26 +64,26 @@ def redact(text: str, key: str = "") -> str:
     """Returns `text` without secrets; `key` is the key whose value `text` is, if any."""
     if _is_secret(key) and not _is_count(key, text):
         return MASK if text.strip() not in {"", "null", "None"} else text
-    for place in _PLACES:
-        text = place.sub(rf"\g<1>{MASK}", text)
-    text = _IN_QUOTES.sub(lambda found: _masked(found, _is_secret(found["key"])), text)
+    for pattern in _PLACES:
+        text = pattern.sub(rf"\g<1>{MASK}", text)
+    text = _IN_QUOTES.sub(lambda match: _masked(match, _is_secret(match["key"])), text)
     text = _PLAIN.sub(
-        lambda found: _masked(found, _is_secret_in_text(*found.group("key", "before", "value"))), text
+        lambda match: _masked(match, _is_secret_in_text(*match.group("key", "before", "value"))), text
     )
-    text = _QUERY.sub(lambda found: found[1] + (MASK if _is_secret(found[2], "key|sig") else found[3]), text)
+    text = _QUERY.sub(lambda match: match[1] + (MASK if _is_secret(match[2], "key|sig") else match[3]), text)
     text = _PATTERNS["secret_values"].sub(MASK, text)
     if _DIGEST_KEY.search(key):
         return text
-    text = _BASE64.sub(lambda found: MASK if _is_random(found[0]) else found[0], text)
+    text = _BASE64.sub(lambda match: MASK if _is_random(match[0]) else match[0], text)
     return _HEX.sub(MASK, text)
 
 
-def _masked(found: re.Match[str], is_secret: bool) -> str:
+def _masked(match: re.Match[str], is_secret: bool) -> str:
     """The text of a match, with the mask for its value if that is a secret."""
-    value, quote = found["value"], found["quote"] or ""
+    value, quote = match["value"], match["quote"] or ""
     if not is_secret or value.strip("\\\"'").lower() in _NO_VALUES:
-        return found[0]
-    return f"{found['before']}{quote}{MASK}{quote}"
+        return match[0]
+    return f"{match['before']}{quote}{MASK}{quote}"
 
 
 def _is_secret_in_text(key: str, before: str, value: str) -> bool:

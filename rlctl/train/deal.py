@@ -1,4 +1,4 @@
-"""Divides the episodes of a step: among ranks, into mini-batches, and each into forward passes (parts).
+"""Divides the episodes of a step: among ranks, into mini-batches, and these into micro-batches (passes).
 
 Every rank gets about the same number of tokens. Within each mini-batch whole groups are dealt, because
 siblings share the computation of their prompt, unless this leaves a rank with over `LARGEST` times the mean;
@@ -55,23 +55,23 @@ class Dealt:
         return sizes
 
 
-def assigned(episodes: Dealt, num_parts: int) -> Ints:
-    """(K,) the part, of `num_parts`, of every episode."""
-    parts = np.zeros_like(episodes.mini)
-    totals = [0] * num_parts  # of all mini-batches so far, which decide between equal parts
+def assigned(episodes: Dealt, num_receivers: int) -> Ints:
+    """(K,) who trains on each episode: its number, of `num_receivers` ranks or groups of ranks."""
+    receivers = np.zeros_like(episodes.mini)
+    totals = [0] * num_receivers  # of all mini-batches so far, which decide between equal loads
     order = np.lexsort((episodes.member, episodes.group, episodes.mini))
-    for rows in np.split(order, _starts(episodes.mini[order])[1:]) if num_parts > 1 else ():
+    for rows in np.split(order, _starts(episodes.mini[order])[1:]) if num_receivers > 1 else ():
         tokens, prompts = episodes.token[rows], episodes.prompt[rows]
         starts = _starts(episodes.group[rows])
         costs = tokens - prompts  # the first of a group computes the prompt
         costs[starts] += prompts[starts]
         of_groups, loads = _dealt(np.add.reduceat(costs, starts), totals)
         chosen = np.repeat(of_groups, np.diff(starts, append=len(rows)))
-        if max(loads) * num_parts > LARGEST * sum(loads):
+        if max(loads) * num_receivers > LARGEST * sum(loads):
             chosen, loads = _dealt(tokens, totals)
-        parts[rows] = chosen
+        receivers[rows] = chosen
         totals = [sum(pair) for pair in zip(totals, loads, strict=True)]
-    return parts
+    return receivers
 
 
 def _starts(column: Ints) -> Ints:
@@ -80,15 +80,15 @@ def _starts(column: Ints) -> Ints:
 
 
 def _dealt(costs: Ints, totals: list[int]) -> tuple[Ints, list[int]]:
-    """The part of each unit (u,), whose costs are in tokens, and the tokens of each part."""
-    parts, loads = np.empty_like(costs), [0] * len(totals)
-    lightest = [(0, total, part) for part, total in enumerate(totals)]
+    """The receiver of each unit (u,), whose costs are in tokens, and the tokens of each receiver."""
+    receivers, loads = np.empty_like(costs), [0] * len(totals)
+    lightest = [(0, total, receiver) for receiver, total in enumerate(totals)]
     heapq.heapify(lightest)
     for unit in np.argsort(-costs, kind="stable").tolist():
-        load, total, part = lightest[0]
-        parts[unit], loads[part] = part, load + int(costs[unit])
-        heapq.heapreplace(lightest, (loads[part], total, part))
-    return parts, loads
+        load, total, receiver = lightest[0]
+        receivers[unit], loads[receiver] = receiver, load + int(costs[unit])
+        heapq.heapreplace(lightest, (loads[receiver], total, receiver))
+    return receivers, loads
 
 
 def deal(batch: TokenBatch, ranks: Ranks, groups_per_mini: int, group_size: int = 1) -> TokenBatch:
@@ -103,8 +103,8 @@ def deal(batch: TokenBatch, ranks: Ranks, groups_per_mini: int, group_size: int 
     if ranks.world_size > 1:
         described = ranks.all_gather(_described(batch, ranks.rank, groups_per_mini))
         every = Dealt(*described.cpu().numpy().T)
-        parts = assigned(every, ranks.world_size // group_size)
-        batch = _moved(batch, ranks, every, parts, group_size)
+        receivers = assigned(every, ranks.world_size // group_size)
+        batch = _moved(batch, ranks, every, receivers, group_size)
     return batch.pick(in_order(batch.group_ids, batch.members))
 
 
@@ -135,23 +135,23 @@ def _described(batch: TokenBatch, rank: int, groups_per_mini: int) -> Tensor:
     return torch.stack([columns[each.name] for each in fields(Dealt)], 1)
 
 
-def _moved(batch: TokenBatch, ranks: Ranks, every: Dealt, parts: Ints, group_size: int) -> TokenBatch:
+def _moved(batch: TokenBatch, ranks: Ranks, every: Dealt, receivers: Ints, group_size: int) -> TokenBatch:
     """The episodes that arrive at this rank, in the order of their sources.
 
     Args:
-        parts: (K,) the group of `group_size` ranks that trains on each episode.
+        receivers: (K,) the group of `group_size` ranks that trains on each episode.
     """
-    world, num_parts = ranks.world_size, ranks.world_size // group_size
+    world, num_receivers = ranks.world_size, ranks.world_size // group_size
     own = np.flatnonzero(every.source == ranks.rank)
-    arriving = np.flatnonzero(parts == ranks.rank // group_size)
-    leaving = own[np.argsort(parts[own], kind="stable")]
-    by_part = np.split(leaving, np.bincount(parts[own], minlength=num_parts).cumsum()[:-1])
-    places = [every.place[rows] for rows in by_part for _ in range(group_size)]
+    arriving = np.flatnonzero(receivers == ranks.rank // group_size)
+    leaving = own[np.argsort(receivers[own], kind="stable")]
+    by_receiver = np.split(leaving, np.bincount(receivers[own], minlength=num_receivers).cumsum()[:-1])
+    places = [every.place[rows] for rows in by_receiver for _ in range(group_size)]
 
     def sizes(level: Level) -> tuple[list[int], list[int]]:
         """Entries of a column that leave for each rank, and that arrive from it."""
         entries = every.entries(level)
-        to_parts = np.bincount(parts[own], entries[own], num_parts).astype(np.int64)
+        to_parts = np.bincount(receivers[own], entries[own], num_receivers).astype(np.int64)
         from_ranks = np.bincount(every.source[arriving], entries[arriving], world).astype(np.int64)
         return np.repeat(to_parts, group_size).tolist(), from_ranks.tolist()
 
@@ -164,8 +164,8 @@ def _moved(batch: TokenBatch, ranks: Ranks, every: Dealt, parts: Ints, group_siz
             return exchanged(column, leaving, arriving)
         counts = exchanged(column.counts, leaving, arriving)
         totals = (
-            [int(part.sum()) for part in torch.split(column.counts, leaving)],
-            [int(part.sum()) for part in torch.split(counts, arriving)],
+            [int(of_rank.sum()) for of_rank in torch.split(column.counts, leaving)],
+            [int(of_rank.sum()) for of_rank in torch.split(counts, arriving)],
         )
         log_probs = None if column.log_probs is None else exchanged(column.log_probs, *totals)
         return TokenLists(counts, exchanged(column.ids, *totals), log_probs)
@@ -186,52 +186,52 @@ def mini_batches(batch: TokenBatch, groups: int, count: int) -> list[Tensor]:
 def micro_batches(
     batch: TokenBatch, sequences: int, max_tokens: int | None, *, first: Tensor | None = None
 ) -> list[Tensor]:
-    """Indices (k,) of the episodes of each part; every episode is in exactly one part.
+    """Indices (k,) of the episodes of each micro-batch; every episode is in exactly one.
 
     Args:
-        sequences: most sequences of a part if `max_tokens` is None; an episode is never divided.
-        max_tokens: most tokens of a part; a longer episode is a part of its own.
-        first: (E,) bool, episodes that the first parts contain, without others. None: any order.
+        sequences: most sequences of a micro-batch if `max_tokens` is None; an episode is never divided.
+        max_tokens: most tokens of a micro-batch; a longer episode is one of its own.
+        first: (E,) bool, episodes that the first micro-batches contain, without others. None: any order.
     """
     of_episodes = batch.sequences_of_episodes
     sizes = of_episodes.lengths if max_tokens is None else of_episodes.sum(batch.lengths)
     limit = sequences if max_tokens is None else max_tokens
     flags = [False] * batch.num_episodes if first is None else first.tolist()
-    parts: list[list[int]] = []
-    for which in (True, False):
-        total, start = limit + 1, len(parts)
-        for place, size in enumerate(sizes.tolist()):
-            if flags[place] is which:
+    micros: list[list[int]] = []
+    for leads in (True, False):
+        total, start = limit + 1, len(micros)
+        for episode, size in enumerate(sizes.tolist()):
+            if flags[episode] is leads:
                 total += size
-                if total > limit or len(parts) == start:
-                    parts.append([])
+                if total > limit or len(micros) == start:
+                    micros.append([])
                     total = size
-                parts[-1].append(place)
-    return [torch.tensor(part, device=batch.group_ids.device) for part in parts]
+                micros[-1].append(episode)
+    return [torch.tensor(episodes, device=batch.group_ids.device) for episodes in micros]
 
 
-def num_passes(num_parts: int, ranks: Ranks) -> int:
-    """Passes of every rank, at least one: the most parts of any rank (all ranks call this)."""
-    return int(ranks.max(float(max(num_parts, 1))))
+def num_passes(num_micro: int, ranks: Ranks) -> int:
+    """Passes of every rank, at least one: the most micro-batches of any rank (all ranks call this)."""
+    return int(ranks.max(float(max(num_micro, 1))))
 
 
 def in_step(batch: TokenBatch, sequences: int, max_tokens: int | None, ranks: Ranks) -> list[TokenBatch]:
-    """The parts as batches, then empty ones until all ranks have the same number, at least one.
+    """The micro-batches, then empty ones until all ranks have the same number, at least one.
 
     Under ZeRO a forward or backward pass is a collective.
     """
-    parts = [batch.pick(episodes) for episodes in micro_batches(batch, sequences, max_tokens)]
-    return parts + [batch.pick([])] * (num_passes(len(parts), ranks) - len(parts))
+    micros = [batch.pick(episodes) for episodes in micro_batches(batch, sequences, max_tokens)]
+    return micros + [batch.pick([])] * (num_passes(len(micros), ranks) - len(micros))
 
 
-def inputs_of(part: TokenBatch) -> ModelInputs:
-    """The input of the pass over a part; over an empty one, an idle pass."""
-    return part.inputs if part.num_episodes else idle_inputs(part.token_ids.device)
+def inputs_of(micro: TokenBatch) -> ModelInputs:
+    """The input of the pass over a micro-batch; over an empty one, an idle pass."""
+    return micro.inputs if micro.num_episodes else idle_inputs(micro.token_ids.device)
 
 
-def output_of(model: Callable[[ModelInputs], Tensor], part: TokenBatch) -> Tensor:
-    """(m, …): the output of a pass for the m sampled tokens of a part; none for those of an idle pass."""
-    return model(inputs_of(part))[: len(part.turns)]
+def output_of(model: Callable[[ModelInputs], Tensor], micro: TokenBatch) -> Tensor:
+    """(m, …): the output of a pass for the m sampled tokens of a micro-batch; empty for an idle pass."""
+    return model(inputs_of(micro))[: len(micro.turns)]
 
 
 @torch.no_grad()
@@ -242,5 +242,5 @@ def in_passes(
     max_tokens: int | None,
     ranks: Ranks,
 ) -> Tensor:
-    """Outputs of `model` for all tokens, part by part, without gradient: (M, …) in the order of the batch."""
-    return torch.cat([output_of(model, part) for part in in_step(batch, sequences, max_tokens, ranks)])
+    """Outputs of `model` for all tokens, pass by pass, without gradient: (M, …) in the order of the batch."""
+    return torch.cat([output_of(model, micro) for micro in in_step(batch, sequences, max_tokens, ranks)])

@@ -116,21 +116,21 @@ def with_problems_of_files(error: SpecError) -> SpecError:
 
 
 def _has_needs(
-    rows: list[Row], reward: RewardSpec, environment: EnvironmentSpec | None, key: str, found: FirstRow
+    rows: list[Row], reward: RewardSpec, environment: EnvironmentSpec | None, key: str, outcome: FirstRow
 ) -> bool:
     """Whether every row has the columns that reward or `reset` ask for; otherwise adds errors."""
     from rlctl.prepare.needs import unmet_needs
 
-    known = len(found.problems)
+    known = len(outcome.problems)
     try:
         for error in unmet_needs(rows, reward, environment):
-            found.refuse(key, error)
+            outcome.refuse(key, error)
     except UsageError as error:
-        found.refuse(key, error)
-    return len(found.problems) == known
+        outcome.refuse(key, error)
+    return len(outcome.problems) == known
 
 
-def _read_rows(spec: RunSpec, found: FirstRow, *, fetch: bool) -> list[Row]:
+def _read_rows(spec: RunSpec, outcome: FirstRow, *, fetch: bool) -> list[Row]:
     """The training rows, or the first of them; reads the rows of all files as training does."""
     if spec.is_embedded and not spec.data.train_files:
         from rlctl.tiny.embedded import example_row
@@ -148,20 +148,20 @@ def _read_rows(spec: RunSpec, found: FirstRow, *, fetch: bool) -> list[Row]:
         ("data.val_files", spec.data.val_files, "test"),
     ):
         if not fetch and (of_hub := [name for name in names if hub_name(name)]):
-            found.unchecked.append(f"{key}: {', '.join(of_hub)} is prepared at the start of the run")
+            outcome.unchecked.append(f"{key}: {', '.join(of_hub)} is prepared at the start of the run")
             try:
                 check_hub_package(of_hub[0])
             except EnvironmentFailure as error:
-                found.refuse(key, error)
+                outcome.refuse(key, error)
             continue
         try:
             files = local_files(names, split=split, **options)
             rows = load_rows(files, continue_final_message=continues, most=CHECKED_ROWS) if files else []
         except UsageError as error:
-            found.refuse(key, error)
+            outcome.refuse(key, error)
             continue
         if rows:
-            found.checked.append(f"{key}: {len(rows):,} rows{' read' * (len(rows) == CHECKED_ROWS)}")
+            outcome.checked.append(f"{key}: {len(rows):,} rows{' read' * (len(rows) == CHECKED_ROWS)}")
         training = rows if key == "data.train_files" else training
     return training
 
@@ -224,17 +224,17 @@ def _begin_episode(spec: RunSpec, row: Row, tokenizer: Any, report: FirstRow) ->
     report.problems.append(Problem("warning", "data.max_prompt_length", message, fix, row.where))
 
 
-def _check_reward(spec: RunSpec, row: Row | None, tokenizer: Any, found: FirstRow) -> None:
+def _check_reward(spec: RunSpec, row: Row | None, tokenizer: Any, outcome: FirstRow) -> None:
     key = "reward.terms" if spec.reward.terms else "reward.name"
     for term in spec.reward.all_terms:
         if spec.is_embedded and not is_file_function(term.name):
             continue
         try:
-            _grade_first(spec, term, row, tokenizer, key, found)
+            _grade_first(spec, term, row, tokenizer, key, outcome)
         except MissingPackage as error:
-            found.leave(f"the reward {term.name}", error)
+            outcome.leave(f"the reward {term.name}", error)
         except (UsageError, EnvironmentFailure) as error:
-            found.refuse(key, error)
+            outcome.refuse(key, error)
 
 
 def _grade_first(
@@ -339,8 +339,8 @@ def _described(spec: RunSpec, name: str, tokenizer: Any) -> str:
 
     options = spec.data.chat_template_kwargs if tokenizer else {}
     sampling = Sampling(spec.data.max_response_length)
-    given = (spec.environment, tokenizer or byte_tokenizer(), sampling, spec.max_length)
-    environment = build_environment(name, EnvironmentContext(*given, chat_template_kwargs=options))
+    settings = (spec.environment, tokenizer or byte_tokenizer(), sampling, spec.max_length)
+    environment = build_environment(name, EnvironmentContext(*settings, chat_template_kwargs=options))
     environment.close()
     registered = ENVIRONMENTS.part(name)
     tools = [tool["function"]["name"] for tool in getattr(environment, "tools", ())]
@@ -353,7 +353,7 @@ def _described(spec: RunSpec, name: str, tokenizer: Any) -> str:
     return f"a class {reward}; tools: {', '.join(tools) or 'none'}"
 
 
-def _list_unread(spec: RunSpec, found: FirstRow) -> None:
+def _list_unread(spec: RunSpec, outcome: FirstRow) -> None:
     """Lists models and adapters that are on no disk of this machine, and servers."""
     models = {
         "model.path": spec.model.path,
@@ -367,6 +367,6 @@ def _list_unread(spec: RunSpec, found: FirstRow) -> None:
         if local_model(
             spec.model.model_copy(update={"path": path, "revision": None})
         ) is None and not looks_local(path):
-            found.unchecked.append(f"{key}: {path} is not on this machine and is downloaded at the start")
+            outcome.unchecked.append(f"{key}: {path} is not on this machine and is downloaded at the start")
     for section in sections_on(spec).values():
-        found.unchecked.extend(section.unchecked(spec))
+        outcome.unchecked.extend(section.unchecked(spec))

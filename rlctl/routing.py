@@ -2,8 +2,10 @@
 
 A router chooses the k experts with the highest scores by `topk`. While a `Routing` is active, this call
 returns the given experts with their scores, so that weights and gradients are those of the router, whatever
-the architecture computes from them. Source of the replay: Ma et al. 2025, "Stabilizing MoE Reinforcement
-Learning by Aligning Training and Inference Routers", arXiv 2510.11370.
+the architecture computes from them. Example, scores 0.1, 0.7, 0.4 of three experts, two of which compute a
+token: `topk` returns the experts 1, 2 with 0.7, 0.4; if the sampler has used 0, 1, it returns 0, 1 with 0.1,
+0.7. Source of the replay: Ma et al. 2025, "Stabilizing MoE Reinforcement Learning by Aligning Training and
+Inference Routers", arXiv 2510.11370.
 
 The auxiliary loss: Fedus et al. 2022, "Switch Transformers", equations 4 to 6. It is E · Σ_i f_i · P_i for E
 experts, f_i being the share of the tokens that goes to expert i, a constant, and P_i the mean of the router's
@@ -50,16 +52,17 @@ class Mixture:
             UsageError: it has none, or they differ from layer to layer.
         """
         config = body.config.get_text_config()
-        found = [
-            (int(place[0]), getattr(experts, "num_experts", None) or len(getattr(experts, "_modules", ())))
-            for name, module in body.named_modules()
-            if (experts := module._modules.get("experts")) is not None and (place := re.findall(r"\d+", name))
-        ]
-        layers, counts = tuple(layer for layer, _ in found), {count for _, count in found}
+        layers: list[int] = []
+        counts: set[int] = set()  # numbers of experts
+        for name, module in body.named_modules():
+            experts, numbers = module._modules.get("experts"), re.findall(r"\d+", name)
+            if experts is not None and numbers:
+                layers.append(int(numbers[0]))
+                counts.add(getattr(experts, "num_experts", None) or len(getattr(experts, "_modules", ())))
         chosen = getattr(config, "num_experts_per_tok", None)
         if len(counts) != 1 or len(set(layers)) < len(layers) or chosen is None:
             raise _refused(body, key)
-        return cls(layers, config.num_hidden_layers, counts.pop(), chosen)
+        return cls(tuple(layers), config.num_hidden_layers, counts.pop(), chosen)
 
     def of_routers(self, experts: Tensor) -> Tensor:
         """(…, layers, k) experts in all decoder layers, or in those with a router → those of the routers.
@@ -111,20 +114,34 @@ class Routing(TorchFunctionMode):
     def __torch_function__(
         self, function: Callable[..., Any], _: Any, args: Any = (), kwargs: Any = None
     ) -> Any:
-        result = function(*args, **(kwargs or {}))
-        if function is not torch.topk and function is not Tensor.topk:
+        """torch calls this in place of each function that the model calls, its routers' `topk` among them."""
+        kwargs = kwargs or {}
+        result = function(*args, **kwargs)
+        if function not in (torch.topk, Tensor.topk):
             return result
         scores = args[0] if args else kwargs["input"]
-        mixture, indices = self._mixture, result.indices
-        if (scores.shape[-1], indices.shape[-1]) != (mixture.num_experts, mixture.experts_per_token):
-            return result  # such as of groups of experts
+        if not self._is_of_router(scores, result.indices):
+            return result
         if self._experts is not None:
-            router = (self._first + len(self.chosen)) % len(mixture.layers)
-            given = self._experts[:, router].view(indices.shape).to(indices)
-            indices = torch.where(given >= 0, given, indices)
-            result = torch.return_types.topk((scores.gather(-1, indices), indices))
-        self.chosen.append(indices)
+            experts = self._replayed(self._experts, result.indices)
+            result = torch.return_types.topk((scores.gather(-1, experts), experts))
+        self.chosen.append(result.indices)
         return result
+
+    def _is_of_router(self, scores: Tensor, chosen: Tensor) -> bool:
+        """Whether k of E were chosen; models also choose groups of experts, for example."""
+        wanted = self._mixture.num_experts, self._mixture.experts_per_token
+        return (scores.shape[-1], chosen.shape[-1]) == wanted
+
+    def _replayed(self, of_routers: Tensor, chosen: Tensor) -> Tensor:
+        """(…, k): the experts of the router whose turn it is; those that it chose where none are known.
+
+        Args:
+            of_routers: (n, routers, k), −1: not known.
+        """
+        router = (self._first + len(self.chosen)) % len(self._mixture.layers)
+        experts = of_routers[:, router].view(chosen.shape).to(chosen)
+        return torch.where(experts >= 0, experts, chosen)
 
     def again(self) -> Routing:
         """The same for a recomputation of what comes next."""

@@ -104,10 +104,8 @@ class _Engine(Engine):
         scales_gradients: see `protocol.TrainedModule`.
     """
 
-    def __init__(
-        self, model: Any, wrap: Callable[..., nn.Module], ranks: Ranks, **settings: Unpack[Settings]
-    ) -> None:
-        super().__init__(model, wrap, ranks, **settings)
+    def __init__(self, model: Any, ranks: Ranks, **settings: Unpack[Settings]) -> None:
+        super().__init__(model, ranks, **settings)
         dtype = settings["dtype"]
         self._deepspeed = _import_deepspeed()
         self.zero_stage = stage = zero_stage_of(settings)
@@ -116,7 +114,7 @@ class _Engine(Engine):
         unrounded = unrounded_weights(model, dtype)
         with keeping_buffers(model), _quiet():
             placed = model.to(device=ranks.device, dtype=dtype)
-            module = wrap(placed, ranks=ranks, **module_options(settings))
+            module = self._wrapped(placed, ranks=ranks, **module_options(settings))
             if stage == 3:
                 _ready_for_stage_3(module, dtype)
             trained = [parameter for parameter in module.parameters() if parameter.requires_grad]
@@ -129,27 +127,35 @@ class _Engine(Engine):
                 self._engine, *_ = self._deepspeed.initialize(
                     model=module, optimizer=self._optimizer, config=config
                 )
-        # DeepSpeed's float32 copies start from the rounded weights. A step is often smaller than half of the
-        # distance between two bf16 numbers: from there, many steps in one direction would change nothing.
-        held = {id(parameter) for parameter in trained}
-        for name in list(unrounded):
-            weight, parameter = unrounded.pop(name), model.get_parameter(name)
-            if id(parameter) not in held:  # a critic has no output layer
-                continue
-            weight = weight.to(ranks.device).float()
-            if stage == 3:  # DeepSpeed's parts of a weight have one size, the last one with padding
-                size = parameter.ds_tensor.numel()
-                padded = functional.pad(weight.flatten(), (0, size * ranks.world_size - weight.numel()))
-                part = padded.narrow(0, size * ranks.rank, size)
-                self._deepspeed.utils.safe_set_local_fp32_param(parameter, part)
-            else:
-                self._deepspeed.utils.safe_set_full_fp32_param(parameter, weight)
+        self._start_from(unrounded, model, trained)
         ways = (_SUMS, "override_loss_scale")
         self.scales_gradients = plain or any(hasattr(self._engine.optimizer, way) for way in ways)
         # No dropout: with it, π_θ would differ from the sampling policy, and from one pass to the next.
         self._engine.eval()
         self._module = self._engine
         self._model = getattr(module, "model", module)
+
+    def _start_from(self, unrounded: dict[str, Tensor], model: Any, trained: list[nn.Parameter]) -> None:
+        """Sets DeepSpeed's float32 copies of the trained weights to these, and empties `unrounded`.
+
+        The copies start from the rounded weights. A step is often smaller than half of the distance between
+        two bf16 numbers: from there, many steps in one direction would change nothing.
+        """
+        ids_of_trained = {id(parameter) for parameter in trained}
+        for name in list(unrounded):
+            weight, parameter = unrounded.pop(name), model.get_parameter(name)
+            if id(parameter) not in ids_of_trained:  # a critic has no output layer
+                continue
+            weight = weight.to(self.ranks.device).float()
+            if self.zero_stage < 3:
+                self._deepspeed.utils.safe_set_full_fp32_param(parameter, weight)
+                continue
+            # DeepSpeed's parts of a weight have one size, the last one with padding.
+            size = parameter.ds_tensor.numel()
+            padding = size * self.ranks.world_size - weight.numel()
+            padded = functional.pad(weight.flatten(), (0, padding))
+            own_part = padded.narrow(0, size * self.ranks.rank, size)
+            self._deepspeed.utils.safe_set_local_fp32_param(parameter, own_part)
 
     def plan(self, passes: Sequence[ModelInputs]) -> str:
         """See `TrainedModule.plan`; under ZeRO-3 the first pass finds out what the model supports."""

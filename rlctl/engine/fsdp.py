@@ -43,12 +43,10 @@ class _Engine(Engine):
 
     scales_gradients = True
 
-    def __init__(
-        self, model: Any, wrap: Callable[..., nn.Module], ranks: Ranks, **settings: Unpack[Settings]
-    ) -> None:
-        super().__init__(model, wrap, ranks, **settings)
+    def __init__(self, model: Any, ranks: Ranks, **settings: Unpack[Settings]) -> None:
+        super().__init__(model, ranks, **settings)
         self._clip = settings["grad_clip"] or math.inf
-        self._module = sharded(model, wrap, ranks, self._dtype, settings.get("shard_size"))
+        self._module = sharded(model, self._wrapped, ranks, self._dtype, settings.get("shard_size"))
         self._model = getattr(self._module, "model", self._module)
         trained = [parameter for parameter in self._module.parameters() if parameter.requires_grad]
         self._optimizer = torch.optim.AdamW(

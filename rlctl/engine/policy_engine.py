@@ -1,9 +1,19 @@
-"""What training engines have in common, whatever divides the weights among the ranks."""
+"""What training engines have in common, whatever divides the weights among the ranks.
+
+An engine is made of two halves, which know nothing of each other:
+
+- what is computed: `PolicyEngine` or `ValueEngine`, here. It wraps the Hugging Face model (`_wrapped`).
+- how the weights are divided, stepped and saved: `_Engine` of `rlctl.engine.deepspeed` or of
+  `rlctl.engine.fsdp`. Its constructor places the model, wraps it, and makes the optimizer.
+
+Both derive from `Engine`, which has what they share; `class FsdpCritic(ValueEngine, _Engine)` joins two. The
+constructor of the first half keeps its settings, and then calls that of the second one.
+"""
 
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -74,20 +84,20 @@ class Engine:
 
     Args:
         model: Hugging Face causal language model, in any dtype; parameters that require gradient are trained.
-        wrap: creates the module to train from the model on its device, and options of `BodyReader`.
     """
 
     _module: Any  # a `PolicyModule` or `ValueModule`, or what wraps it
     _model: Any  # the policy's Hugging Face causal language model; of a critic the `ValueModule`
 
-    def __init__(
-        self, model: Any, wrap: Callable[..., nn.Module], ranks: Ranks, **settings: Unpack[Settings]
-    ) -> None:
-        del wrap
+    def __init__(self, model: Any, ranks: Ranks, **settings: Unpack[Settings]) -> None:
         self.ranks = ranks
         self._dtype = settings["dtype"]  # of forward and backward pass
         if settings.get("gradient_checkpointing"):
             recompute_layers(model)
+
+    def _wrapped(self, model: Any, **reading: Any) -> nn.Module:
+        """The module to train, of the model on its device; `reading`: options of `BodyReader`."""
+        raise NotImplementedError
 
     def _gathered(
         self, parts: Sequence[Tensor], *, changed: bool = False
@@ -120,8 +130,11 @@ class PolicyEngine(Engine):
     """A `TrainEngine` without what depends on how weights are divided. `temperature`: that of sampling."""
 
     def __init__(self, model: Any, ranks: Ranks, *, temperature: float, **settings: Unpack[Settings]) -> None:
-        wrap = partial(PolicyModule, temperature=temperature, sequence=settings.get("sequence"))
-        super().__init__(model, wrap, ranks, **settings)
+        self._temperature, self._sequence = temperature, settings.get("sequence")
+        super().__init__(model, ranks, **settings)
+
+    def _wrapped(self, model: Any, **reading: Any) -> PolicyModule:
+        return PolicyModule(model, self._temperature, sequence=self._sequence, **reading)
 
     def policy(self, inputs: ModelInputs, **asked: bool) -> PolicyOutput:
         """See `TrainEngine.policy`."""
@@ -159,8 +172,8 @@ class ValueEngine(Engine):
         UsageError: the model has no body separate from its output head.
     """
 
-    def __init__(self, model: Any, ranks: Ranks, **settings: Unpack[Settings]) -> None:
-        super().__init__(model, ValueModule, ranks, **settings)
+    def _wrapped(self, model: Any, **reading: Any) -> ValueModule:
+        return ValueModule(model, **reading)
 
     def values(self, inputs: ModelInputs) -> Tensor:
         """See `CriticEngine.values`."""

@@ -39,20 +39,29 @@ def spec_check(check: Check) -> Check:
 
 
 class Recorded:
-    """A section with the same attributes, which adds the dotted key of every value that is read to `read`."""
+    """A section as a check reads it: it has the same values, and notes in `read` the dotted key of each.
+
+    `check_spec` gives one to every check instead of the spec, so that no check has to list its keys, and such
+    a list cannot be wrong. The keys decide whether the problems of a check are reported.
+    """
 
     def __init__(self, section: Section, read: set[str], prefix: str = "") -> None:
         self._section, self._read, self._prefix = section, read, prefix
 
     def __getattr__(self, name: str) -> Any:
-        kind, key = type(self._section), f"{self._prefix}{name}"
-        if name not in kind.model_fields:  # a property or method, which reads values itself
-            return getattr(kind, name).__get__(self)
+        key = f"{self._prefix}{name}"
+        if name not in type(self._section).model_fields:
+            return self._derived(name)
         value = getattr(self._section, name)
         if isinstance(value, Section):
-            return Recorded(value, self._read, f"{key}.")
+            return Recorded(value, self._read, prefix=f"{key}.")
         self._read.add(key)
         return value
+
+    def _derived(self, name: str) -> Any:
+        """A property's value, or a method: of this object, so that the values behind it are noted as well."""
+        property_or_method = getattr(type(self._section), name)
+        return property_or_method.__get__(self)
 
 
 def error(key: str, what: str, fix: str) -> Problem:
@@ -99,15 +108,20 @@ def check_spec(
 ) -> list[Problem]:
     """Returns the errors and warnings of all checks.
 
+    The keys that a check has read up to a problem are the values that led to it. So a problem is left out if
+    one of them is no value of the user's, and a warning if the values are meant.
+
     Args:
         spec: a validated spec.
-        unset: keys that are invalid or not set yet (`spec` has defaults). A check ends where it reads one.
-        is_meant: returns whether to omit a warning as intended, given the keys that its check has read.
+        unset: keys that are invalid or not set yet (`spec` has defaults).
+        is_meant: whether a warning that these keys led to is intended.
     """
+    checks = [*CHECKS, *(section.problems for section in sections().values())]
     problems = []
-    for check in [*CHECKS, *(section.problems for section in sections().values())]:
+    for check in checks:
         read: set[str] = set()
-        for problem in check(cast(RunSpec, Recorded(spec, read))):
+        recorded = cast(RunSpec, Recorded(spec, read))
+        for problem in check(recorded):  # a generator: `read` grows from problem to problem
             if read & unset:
                 break
             if problem.severity == "error" or not is_meant(problem, read):

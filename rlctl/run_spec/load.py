@@ -162,16 +162,16 @@ def load_spec(
     }
 
     def is_meant(warning: Problem, keys: set[str]) -> bool:
-        """Whether a shipped preset sets the key, and alone all values that lead to the warning.
+        """Whether one shipped preset sets the key of a warning, and alone all values that led to it (`keys`).
 
         Its comments explain them. A key without effect matters only if the user sets it.
         """
         origin = origins.get(warning.key, DEFAULT)
         is_presets = origin.layer in {"preset", "embedded"} and origin.name in all_presets()
-        if warning.what.startswith(NO_EFFECT):
+        if not is_presets or warning.what.startswith(NO_EFFECT):
             return is_presets
-        deciding = {str(origins[key].name) for key in keys if origins[key].layer not in _NEUTRAL}
-        return is_presets and len(deciding) == 1 and deciding <= all_presets().keys()
+        who_decided = {str(origins[key].name) for key in keys if origins[key].layer not in _NEUTRAL}
+        return len(who_decided) == 1 and who_decided <= all_presets().keys()
 
     of_sections = {problem.key.partition(".")[0] for problem in problems}
     can_check_files = of_sections.isdisjoint({"", "model", "data", "reward", "environment"})

@@ -39,6 +39,14 @@ def places_of(spec: RunSpec, ranks: Ranks) -> list[int]:
     return [start + i for start in starts for i in range(share)]
 
 
+@dataclass(frozen=True, order=True, slots=True)
+class Job:
+    """What is sampled at once, by its step and its index in the step."""
+
+    step: int
+    index: int
+
+
 class RolloutStream:
     """A queue of groups that are sampled but not yet trained on.
 
@@ -47,6 +55,14 @@ class RolloutStream:
     sampled exactly k steps earlier, with the weights of that time; only those of the first k steps are
     fresher. With an executor, they are sampled during training, each job's with the newest weights when its
     sampling starts; taken in order, none is older than k steps, and which are fresher depends on timing.
+
+    Example: two groups per step, one step ahead, those first that are ready. For step 1 the jobs (1, 0),
+    (1, 1), (2, 0), (2, 1) start. If (1, 1) and (2, 0) are ready first, step 1 trains on them, (2, 0) at the
+    place of the first group. For step 2 the jobs (3, 0), (3, 1) start; (1, 0) and (2, 1) are still open.
+
+    Threads: the training thread calls the methods. Only `sample` runs in those of the executor, and the
+    futures are all that they share with it. Sampling and weight syncs are kept apart by the lock of the
+    engine (`rlctl.rollout.shared_engine`).
 
     A job that was being sampled when the checkpoint was written is sampled again in the resumed run, with the
     same seeds. So every prompt is used once, however often a run was killed.
@@ -76,10 +92,10 @@ class RolloutStream:
         self._ahead, self._last_step = ahead, last_step
         self._places, self._in_order = places, in_order
         self._per_step = 1 if places is None else len(places)
-        self._taken = 0  # steps
-        self._next = 0  # the first job that has not been started
-        self._jobs: dict[int, Future[Episodes]] = {}  # those that have been started and not taken
-        self._again: set[int] = set()  # those that were open in the checkpoint
+        self._taken = 0  # steps whose groups were taken
+        self._started = 0  # steps whose jobs have been started
+        self._jobs: dict[Job, Future[Episodes]] = {}  # those that have been started and not taken
+        self._again: set[Job] = set()  # those that were open in the checkpoint
         self.num_restarted = 0  # episodes of the last batch that were open in the checkpoint
 
     @property
@@ -96,37 +112,60 @@ class RolloutStream:
         """
         if step != self._taken + 1:
             raise ValueError(f"step {step} is out of order: it follows step {self._taken}")
-        end = min(step + self._ahead, self._last_step) * self._per_step
-        for job in [*sorted(self._again - self._jobs.keys()), *range(self._next, end)]:
-            self._jobs[job] = self._start(job)
-        self._next = max(self._next, end)
-        taken = self._first_jobs()
-        self._taken, self._jobs = step, {job: f for job, f in self._jobs.items() if job not in taken}
-        self.num_restarted = sum(len(taken[job]) for job in self._again & taken.keys())
-        self._again -= taken.keys()
-        parts = [taken[job] for job in sorted(taken)]
-        if self._places is not None:  # each is one group
-            pairs = zip(parts, self._places, strict=True)
-            parts = [group.placed({group.tasks[0].group_id: place}) for group, place in pairs]
-        return Episodes.joined(parts)
+        self._start_steps(min(step + self._ahead, self._last_step))
+        taken = self._first_ready()
+        self._taken = step
+        for job in taken:
+            del self._jobs[job]
+        restarted = self._again & taken.keys()
+        self.num_restarted = sum(len(taken[job]) for job in restarted)
+        self._again -= restarted
+        groups = [taken[job] for job in sorted(taken)]
+        if self._places is not None:  # each is one group, maybe of another step
+            pairs = zip(groups, self._places, strict=True)
+            groups = [group.placed({group.tasks[0].group_id: place}) for group, place in pairs]
+        return Episodes.joined(groups)
 
-    def _first_jobs(self) -> dict[int, Episodes]:
-        """The jobs of a step and their groups; waits for them."""
-        jobs = sorted(self._jobs)
+    def _start_steps(self, last: int) -> None:
+        """Starts the jobs of all steps up to `last`; before them those that were open in the checkpoint."""
+        again = sorted(self._again - self._jobs.keys())
+        steps = range(self._started + 1, last + 1)
+        new = [Job(step, index) for step in steps for index in range(self._per_step)]
+        for job in [*again, *new]:
+            self._jobs[job] = self._start(job)
+        self._started = max(self._started, last)
+
+    def _start(self, job: Job) -> Future[Episodes]:
+        if self._executor:
+            return self._executor.submit(self._sample, job.step, job.index)
+        return _done(self._sample(job.step, job.index))
+
+    def _first_ready(self) -> dict[Job, Episodes]:
+        """As many jobs as a step has, and their groups; waits for them."""
         if self._in_order:
-            return {job: self._jobs[job].result() for job in jobs[: self._per_step]}
+            first = sorted(self._jobs)[: self._per_step]
+            return {job: self._jobs[job].result() for job in first}
         while True:
-            ready = {job: self._jobs[job].result() for job in jobs if self._jobs[job].done()}
+            done = [job for job in sorted(self._jobs) if self._jobs[job].done()]
+            ready = {job: self._jobs[job].result() for job in done}  # the failure of any is the step's
             if len(ready) >= self._per_step:
                 return dict(list(ready.items())[: self._per_step])
-            wait([job for job in self._jobs.values() if not job.done()], return_when=FIRST_COMPLETED)
+            still_open = [future for future in self._jobs.values() if not future.done()]
+            wait(still_open, return_when=FIRST_COMPLETED)
 
     def save(self, directory: Path, rank: int) -> None:
         """Writes the waiting groups and the open jobs, so that a resumed run trains on the same ones."""
         if not self._ahead:
             return
-        ready = {job: f.result() for job, f in self._jobs.items() if f.done() and not f.exception()}
-        state = {"next": self._next, "waiting": ready, "open": sorted(self._jobs.keys() - ready)}
+        waiting: dict[tuple[int, int], Episodes] = {}
+        still_open: list[tuple[int, int]] = []
+        for job in sorted(self._jobs):
+            future = self._jobs[job]
+            if future.done() and not future.exception():
+                waiting[job.step, job.index] = future.result()
+            else:
+                still_open.append((job.step, job.index))
+        state = {"started": self._started, "waiting": waiting, "open": still_open}
         torch.save(state, directory / _STATE.format(rank=rank))
 
     def resume(self, step: int, directory: Path, rank: int) -> None:
@@ -135,7 +174,7 @@ class RolloutStream:
         Raises:
             RunFailure: they are missing or cannot be read.
         """
-        self._taken, self._next = step, step * self._per_step
+        self._taken = self._started = step
         if not self._ahead:
             return
         path = directory / _STATE.format(rank=rank)
@@ -145,17 +184,12 @@ class RolloutStream:
             waiting = dict(state["waiting"])
             if not all(isinstance(episodes, Episodes) for episodes in waiting.values()):
                 raise ValueError("another version of rlctl wrote it")
-            self._next, self._again = state["next"], set(state["open"])
-            self._jobs = {job: _done(episodes) for job, episodes in waiting.items()}
+            self._started = state["started"]
+            self._again = {Job(*job) for job in state["open"]}
+            self._jobs = {Job(*job): _done(episodes) for job, episodes in waiting.items()}
         except Exception as error:  # damaged files raise various errors in torch and pickle
-            what = f"the groups waiting to be trained on cannot be read: {first_line(error)}"
-            raise RunFailure(what, where=str(path)) from error
-
-    def _start(self, job: int) -> Future[Episodes]:
-        step, index = divmod(job, self._per_step)
-        if self._executor:
-            return self._executor.submit(self._sample, step + 1, index)
-        return _done(self._sample(step + 1, index))
+            message = f"the groups waiting to be trained on cannot be read: {first_line(error)}"
+            raise RunFailure(message, where=str(path)) from error
 
 
 def _done(episodes: Episodes) -> Future[Episodes]:
@@ -204,9 +238,9 @@ class PromptDraws:
             RunFailure: the file cannot be read.
         """
         try:
-            given = json.loads(path.read_text(encoding="utf-8"))
-            measured = {int(row): (float(mean), int(n)) for row, (mean, n) in given.pop("measured").items()}
-            return cls(**given, measured=measured)
+            state = json.loads(path.read_text(encoding="utf-8"))
+            measured = {int(row): (float(mean), int(n)) for row, (mean, n) in state.pop("measured").items()}
+            return cls(**state, measured=measured)
         except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
-            what = f"the state of dynamic sampling cannot be read: {error}"
-            raise RunFailure(what, where=str(path)) from error
+            message = f"the state of dynamic sampling cannot be read: {error}"
+            raise RunFailure(message, where=str(path)) from error

@@ -229,7 +229,8 @@ def test_waiting_groups_that_cannot_be_read(tmp_path: Path, fault: str) -> None:
     elif fault == "garbage":
         path.write_bytes(b"garbage" * 100)
     elif fault == "padded":  # as before the records were flat
-        torch.save({"next": 4, "waiting": {1: [[{"responses": torch.zeros(2, 3)}]]}, "open": []}, path)
+        records = {(2, 0): [[{"responses": torch.zeros(2, 3)}]]}
+        torch.save({"started": 4, "waiting": records, "open": []}, path)
     with pytest.raises(RunFailure, match="waiting to be trained on") as caught:
         stream_of(Sampler(), 2).resume(1, tmp_path, int(fault == "another rank's"))
     assert str(tmp_path) in str(caught.value.where)
@@ -241,6 +242,6 @@ def test_no_code_is_run_from_a_file(tmp_path: Path) -> None:
     stream.save(tmp_path, rank=0)
     [path] = tmp_path.iterdir()
     state = torch.load(path, weights_only=False)
-    torch.save({**state, "next": Sampler()}, path)  # an object: needs a pickle's freedom
+    torch.save({**state, "started": Sampler()}, path)  # an object: needs a pickle's freedom
     with pytest.raises(RunFailure, match="waiting to be trained on"):
         stream_of(Sampler(), 1).resume(1, tmp_path, 0)

@@ -3,6 +3,14 @@
 Letters: E episodes of S sequences have N tokens, of which M were sampled by the policy. All that is computed
 is a column of the M sampled tokens, in order: whatever was not sampled (prompt, output of a tool) is read by
 attention only. Log-probs are nats in float32 at the sampling temperature, of the token itself.
+
+Example, an episode with two sequences, of 3 and 2 tokens, whose last two and last one were sampled:
+
+    lengths [3, 2]    owners [0, 0]    sampled [0 1 1 | 0 1]    N = 5, M = 3, S = 2, E = 1
+
+The model reads the sequences apart (`TokenBatch.inputs`); score and advantage are the episode's
+(`TokenBatch.units.episode`); `algorithm.unit` says whether correction and loss take it for one response of 3
+tokens, or for two of 2 and 1 (`CorrectionRules.responses`).
 """
 
 from __future__ import annotations

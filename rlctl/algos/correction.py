@@ -114,7 +114,7 @@ def correct(
     """
     required = {"log_probs": log_probs, "rollout_log_probs": rollout_log_probs}
     _check_inputs(required, {"advantages": advantages, "age": age}, units, rules)
-    responses, level = rules.segments(units, "sequence"), rules.segments(units, rules.weight.unit)
+    responses, level = rules.responses(units), rules.segments(units, rules.weight.unit)
     gap = log_probs - rollout_log_probs
     total = responses.sum(gap)
     nonfinite = ~total.isfinite()
@@ -132,7 +132,7 @@ def correct(
         gap, log_probs, rollout_log_probs = (x[inside] for x in (gap, log_probs, rollout_log_probs))
         advantages, age = (None if x is None else x[inside] for x in (advantages, age))
         units, total = units.kept(inside).present(), total[used]
-    token, unit = gap.clamp_(-LOG_RATIO_CLAMP, LOG_RATIO_CLAMP), rules.segments(units, "sequence")
+    token, unit = gap.clamp_(-LOG_RATIO_CLAMP, LOG_RATIO_CLAMP), rules.responses(units)
     log_ratio = LogRatio(token, total, log_probs, rollout_log_probs, units, unit, advantages, age)
     sums |= _gap_sums(log_ratio)
     keep = torch.ones_like(gap, dtype=torch.bool)

@@ -191,9 +191,13 @@ class CorrectionRules:
     loss_denominator: LossDenominator = "before_rejection"
     unit: ResponseUnit = "episode"  # what is one response where a rule speaks of a sequence
 
+    def responses(self, units: Any) -> Any:
+        """The `Segments` of the responses, of `Units`: an episode with two sequences is one, or is two."""
+        return units.of(self.unit)
+
     def segments(self, units: Any, level: str) -> Any:
-        """The `Segments` of a level `token`, `turn`, `sequence` (a response) or `episode`, of `Units`."""
-        return units.of(self.unit if level == "sequence" else level)
+        """The `Segments` of a rule's level: `token`, `turn`, `sequence` (a response) or `episode`."""
+        return self.responses(units) if level == "sequence" else units.of(level)
 
     @property
     def needs(self) -> frozenset[str]:

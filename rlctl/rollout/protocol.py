@@ -100,7 +100,10 @@ class ResponseSampler(Protocol):
     def sample(self, requests: Sequence[Request], sampling: Sampling) -> Sequence[Turn]:
         """One turn per request, in order, on the CPU: a list, or `Turns`.
 
-        Requests with the same tokens should be adjacent, because an engine may compute these once.
+        A `Turn` has the sampled tokens, their log-probs under the distribution that `sampling` describes, and
+        the version of the weights that sampled each; besides, what `sampling` asks for (`asks_for`). A turn
+        that is none of this is refused (`rlctl.rollout.turn_checks`). Requests with the same tokens should be
+        adjacent, because an engine may compute these once.
 
         Raises:
             RunFailure: the last weight sync did not finish, so old and new weights are mixed.

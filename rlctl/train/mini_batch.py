@@ -179,7 +179,7 @@ class SeenTokens:
     def of(cls, batch: TokenBatch, settings: UpdateSettings) -> SeenTokens:
         """Nothing seen yet."""
         zeros = torch.zeros_like(batch.rollout_log_probs)
-        none = torch.zeros_like(settings.rules.segments(batch.units, "sequence").lengths, dtype=torch.bool)
+        none = torch.zeros_like(settings.rules.responses(batch.units).lengths, dtype=torch.bool)
         before = torch.full_like(zeros, math.nan) if settings.bypass else known(batch.old_log_probs)
         return cls(zeros, zeros.clone(), zeros.bool(), none, none.clone(), before)
 
@@ -192,7 +192,7 @@ class SeenTokens:
         """
         settings = mini.settings
         tokens, responses = mini.tokens[micro.tokens], mini.responses[micro.responses]
-        unit = settings.rules.segments(micro.batch.units, "sequence")
+        unit = settings.rules.responses(micro.batch.units)
         if is_first and settings.bypass:
             self.before_updates[tokens] = log_probs
         self.training_log_probs[tokens] = log_probs if settings.bypass else known(micro.batch.old_log_probs)

@@ -57,7 +57,7 @@ def actor_loss(
     none.
     """
     keep, rules = correction.keep, settings.rules
-    unit = rules.segments(micro.units, "sequence")
+    unit = rules.responses(micro.units)
     counted = keep if rules.loss_denominator == "after_rejection" else torch.ones_like(keep)
     counts, mode = (whole.num_tokens, whole.num_responses), settings.actor.loss_agg_mode
     horizon = settings.spec.data.max_response_length
@@ -75,7 +75,7 @@ def actor_loss(
     )
     old, advantages = tokens.column("old_log_probs"), tokens.column("advantages")
     policy = policy_loss(whole.loss, tokens.log_probs, old, advantages, tokens.unit, tokens.weights)
-    loss = pg_loss = tokens.weighted_sum(policy.values)
+    loss = pg_loss = tokens.share_of(policy.values)
     # Responses that the correction did not detect: in decoupled mode it does not read π_θ.
     nonfinite = unit.any(~output.log_probs.detach().isfinite()) & ~correction.nonfinite
     sums = no_sums(keep.device, whole.terms) | {

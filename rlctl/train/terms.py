@@ -63,8 +63,8 @@ class KeptTokens:
         values: Tensor = known(getattr(self.output, name))[self.keep]
         return values
 
-    def weighted_sum(self, values: Tensor) -> Tensor:
-        """() Σ_t c_t · values_t."""
+    def share_of(self, values: Tensor) -> Tensor:
+        """() Σ_t c_t · values_t: their share of the loss; importance weights are not in it."""
         return (self.coefficients * values).sum()
 
 

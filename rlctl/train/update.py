@@ -266,7 +266,7 @@ def _with_policy_statistics(mini: MiniBatch, fixed: Correction | None, note: _No
 def _corrected_pass_by_pass(mini: MiniBatch, note: _Note) -> _Gradient:
     """Each micro-batch corrected from its own pass; what was not known scales the gradient afterwards."""
     settings, batch, ranks = mini.settings, mini.batch, mini.ranks
-    lengths = settings.rules.segments(batch.units, "sequence").lengths
+    lengths = settings.rules.responses(batch.units).lengths
     num_tokens, num_responses = ranks.sum([float(lengths.sum()), float((lengths > 0).sum())])
     assumed = BatchStatistics(num_tokens, num_responses, 1.0, settings.loss, mini.terms, num_tokens)
     corrections: list[Sums] = []
@@ -347,7 +347,7 @@ def _with_loss_statistics(mini: MiniBatch, log_probs: Tensor, keep: Tensor) -> L
     """The loss with the statistics that it reads of the kept tokens of the mini-batch, over all ranks."""
     batch, ranks, settings = mini.batch, mini.ranks, mini.settings
     policies = (log_probs[keep], known(batch.old_log_probs)[keep], known(batch.advantages)[keep])
-    unit = settings.rules.segments(batch.units, "sequence").kept(keep)
+    unit = settings.rules.responses(batch.units).kept(keep)
     return WholeBatch(*policies, unit, ranks.sum, ranks.all_gather).with_statistics(settings.loss)
 
 

@@ -29,7 +29,7 @@ class EntropyTerm(Term):
 
     def share(self, tokens: KeptTokens) -> tuple[Tensor, Sums]:
         """See `Term.share`."""
-        return -self.coefficient * tokens.weighted_sum(tokens.forward("entropy")), {}
+        return -self.coefficient * tokens.share_of(tokens.forward("entropy")), {}
 
     def metrics(self, sums: HostSums, num_updates: int) -> dict[str, float]:
         """None of its own."""

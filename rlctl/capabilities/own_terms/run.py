@@ -78,7 +78,7 @@ class OwnTerm(Term):
         for name, column in metrics.items():
             LOSS_TERMS.check_returned(f"{self.part.name} ({name})", column, shape)
             sums[f"{self._sum}/{name}"] = total(column)
-        return tokens.weighted_sum(values), sums
+        return tokens.share_of(values), sums
 
     def metrics(self, sums: HostSums, num_updates: int) -> dict[str, float]:
         """The mean value, and the mean of every metric, over the kept tokens."""

@@ -31,7 +31,7 @@ class CenteringTerm(Term):
         """See `Term.share`; `listed_mass`: probability of what the sampler listed, of all M tokens."""
         _, rollout_log_probs = tokens.batch.column("most_likely").padded()
         expected = expected_score(tokens.forward("most_likely"), rollout_log_probs[tokens.keep], self.rule)
-        share = tokens.weighted_sum(tokens.column("advantages") * expected) / tokens.mean_weight
+        share = tokens.share_of(tokens.column("advantages") * expected) / tokens.mean_weight
         return share, {"listed_mass": total(rollout_log_probs.exp().sum(-1))}
 
     def metrics(self, sums: HostSums, num_updates: int) -> dict[str, float]:

@@ -1,4 +1,9 @@
-"""On-policy distillation: the reverse KL(π ‖ teacher) of every sampled token, in loss or reward."""
+"""On-policy distillation: the reverse KL(π ‖ teacher) of every sampled token, in loss or reward.
+
+What multiplies it: `algorithm.teacher.kl_coef` everywhere; in the loss also the importance weights of the
+correction, if the KL is not already exact without them (`SampledKLTerm.share`, `ListedKLTerm.share`). In the
+reward (`Distillation.rewarded`) it becomes part of the advantage, which the policy gradient weights.
+"""
 
 from __future__ import annotations
 
@@ -54,7 +59,7 @@ class SampledKLTerm(Term):
         teacher, rollout = tokens.column("teacher_log_probs"), tokens.column("rollout_log_probs")
         kl = kl_loss(self.estimator, tokens.log_probs, teacher, rollout, tokens.unit)
         has_own_ratio = "rollout_log_probs" in KL_ESTIMATORS.part(self.estimator).needs
-        return self.coefficient * _sum(kl, tokens, is_weighted=not has_own_ratio), _sums(kl, tokens)
+        return self.coefficient * _share(kl, tokens, is_weighted=not has_own_ratio), _sums(kl, tokens)
 
     def metrics(self, sums: HostSums, num_updates: int) -> dict[str, float]:
         """`distill/kl_loss` in nats per kept token."""
@@ -81,7 +86,7 @@ class ListedKLTerm(Term):
         kl = top_k_kl(own, torch.cat([listed, tokens.column("teacher_tail")[:, None]], 1))
         is_weighted = CORRECTION_WEIGHTS.part(self.weight_level).unit != "token"
         sums = _sums(kl, tokens) | {"tail_mass": total(own[:, -1].detach().exp())}
-        return self.coefficient * _sum(kl, tokens, is_weighted=is_weighted), sums
+        return self.coefficient * _share(kl, tokens, is_weighted=is_weighted), sums
 
     def metrics(self, sums: HostSums, num_updates: int) -> dict[str, float]:
         """`distill/kl_loss` in nats per kept token, and `distill/tail_mass`."""
@@ -91,9 +96,11 @@ class ListedKLTerm(Term):
         }
 
 
-def _sum(kl: Tensor, tokens: KeptTokens, *, is_weighted: bool) -> Tensor:
-    weights = tokens.weights if is_weighted else None
-    return tokens.weighted_sum(kl if weights is None else kl * weights)
+def _share(kl: Tensor, tokens: KeptTokens, *, is_weighted: bool) -> Tensor:
+    """The share of the loss; `is_weighted`: times the importance weights, if weights multiply the loss."""
+    if is_weighted and tokens.weights is not None:
+        kl = kl * tokens.weights
+    return tokens.share_of(kl)
 
 
 def _sums(kl: Tensor, tokens: KeptTokens) -> Sums:

@@ -61,7 +61,8 @@ def load_spec(
     if not isinstance(values or {}, Mapping):
         message = f"values is a {type(values).__name__}"
         raise UsageError(message, fix='give a mapping of dotted keys, {"actor.lr": 1e-6}')
-    names, files = _listed(presets), _listed(files)
+    names = _listed(presets)
+    files = _listed(files)
     loaded = load.load_spec([str(name) for name in names], [Path(file) for file in files], values or {})
     for problem in loaded.warnings:
         warnings.warn(f"{problem.key}: {problem.what} ({problem.fix})", stacklevel=2)
@@ -273,7 +274,8 @@ def diagnose(
     from rlctl.diagnose.rule import all_rules, examine, metrics_read
     from rlctl.report.run_dumps import with_dumps
 
-    path, own = _path_of(log, "log"), tuple(map(str, _listed(rules)))
+    path = _path_of(log, "log")
+    own = tuple(map(str, _listed(rules)))
     with _names_of_arguments():
         known = BUILT_IN.with_files(*(list(map(Path, _listed(names))) for names in (readers, maps)))
         run = read_run(path, metrics_read(own), readers=known)
@@ -392,7 +394,8 @@ class CorrectedBatch:
     metrics: dict[str, float]
 
     def __repr__(self) -> str:
-        shape, metrics = " × ".join(map(str, self.weights.shape)), self.metrics
+        shape = " × ".join(map(str, self.weights.shape))
+        metrics = self.metrics
         ess = metrics.get("rollout_corr/rollout_is_eff_sample_size", 1.0)
         return f"CorrectedBatch({shape} tokens, ESS {ess:.4g}, {len(metrics)} metrics)"
 
@@ -509,7 +512,8 @@ def _correction_rules(options: CorrectOptions) -> CorrectionRules:
     try:
         spec = RolloutCorrectionSpec(**({"rollout_is": "sequence"} | options))
     except ValidationError as error:
-        first, names = error.errors()[0], list(CorrectOptions.__annotations__)
+        first = error.errors()[0]
+        names = list(CorrectOptions.__annotations__)
         where = ".".join(map(str, first["loc"]))
         is_unknown = first["type"] == "extra_forbidden"
         fix = (
@@ -554,7 +558,8 @@ class _Flat:
             if len({of(x) for x in together.values()}) > 1:
                 each = ", ".join(f"{name} {of(x)}" for name, x in together.items())
                 raise ValueError(f"{attribute} differ: {each}")
-        log_probs, kind = required["log_probs"], "(B, T)" if lengths is None else "(M,)"
+        log_probs = required["log_probs"]
+        kind = "(B, T)" if lengths is None else "(M,)"
         shape = tuple(log_probs.shape)
         if len(shape) != (2 if lengths is None else 1):
             raise ValueError(f"log-probs must be {kind}, not of shape {shape}")

@@ -456,7 +456,8 @@ class TokenBatch:
 
     def _unknown(self, name: str, dtype: Any, shape: Any) -> Column:
         kind = COLUMN_KINDS[name]
-        size, device = self.size(kind.level), self.token_ids.device
+        size = self.size(kind.level)
+        device = self.token_ids.device
         if dtype is TokenLists:
             none = torch.zeros(0, dtype=torch.int32, device=device)
             counts = torch.zeros(size, dtype=torch.int32, device=device)

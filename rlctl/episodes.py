@@ -64,7 +64,8 @@ class Turns(Sequence[Turn]):
         """The turn at this place, or a list of those of a slice."""
         if isinstance(index, slice):
             return [self[i] for i in range(*index.indices(len(self)))]
-        start, end = self._ends[index] - self._sizes[index], self._ends[index]
+        start = self._ends[index] - self._sizes[index]
+        end = self._ends[index]
         return Turn(
             self.token_ids[start:end],
             self.log_probs[start:end],
@@ -139,7 +140,8 @@ class Episodes(Sequence[Episode]):
         cls, members: Sequence[tuple[Task, int]], turns: Turns, responses: Sequence[str]
     ) -> Episodes:
         """Episodes of one turn each, which reads the prompt of its task."""
-        tasks, count = [task for task, _ in members], len(members)
+        tasks = [task for task, _ in members]
+        count = len(members)
         read = torch.tensor([len(task.prompt_ids) for task in tasks], dtype=torch.int64)
         sequences = Segments(read + turns.lengths)
         sampled = sequences.places >= sequences.spread(read)
@@ -195,7 +197,8 @@ class Episodes(Sequence[Episode]):
         """The episode at this place, or those of a slice."""
         if isinstance(index, slice):
             return self.pick(range(*index.indices(len(self))))
-        start, end = self._first_sequences[index], self._first_sequences[index] + self._num_sequences[index]
+        start = self._first_sequences[index]
+        end = self._first_sequences[index] + self._num_sequences[index]
         return Episode(
             task=self.tasks[index],
             member=int(self.tokens.members[index]),
@@ -259,7 +262,8 @@ class Episodes(Sequence[Episode]):
     @cached_property
     def num_prompt(self) -> Tensor:
         """(E,) int64: tokens that its first turn read; those of the rendered row if nothing was sampled."""
-        tokens, first = self.tokens, self.tokens.sequences_of_episodes
+        tokens = self.tokens
+        first = self.tokens.sequences_of_episodes
         read = torch.tensor([len(task.prompt_ids) for task in self.tasks], dtype=torch.int64)
         places = torch.where(tokens.sampled, tokens.sequences.places, tokens.sequences.total)
         begun = -tokens.sequences.max(-places).long()

@@ -85,7 +85,8 @@ def first_line(error: BaseException) -> str:
 
 def typed_line(error: BaseException) -> str:
     """The type of an error and the first line of its text."""
-    name, line = type(error).__name__, first_line(error)
+    name = type(error).__name__
+    line = first_line(error)
     return name if line == name else f"{name}: {line}"
 
 
@@ -165,7 +166,8 @@ def lost_rank(error: BaseException) -> LostRank | None:
 
     gloo has no error class; the text of its errors contains its source path.
     """
-    text, kinds = str(error), {kind.__name__ for kind in type(error).__mro__}
+    text = str(error)
+    kinds = {kind.__name__ for kind in type(error).__mro__}
     if "DistError" not in kinds and not ("RuntimeError" in kinds and "/gloo/" in text):
         return None
     reason = re.sub(r"^((Gloo \w+ failed with )?\[.*?\] )+", "", first_line(error)).partition(". ")[0]

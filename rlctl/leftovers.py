@@ -203,7 +203,8 @@ class _Keeper:
 
     def __init__(self, owner: int) -> None:
         self._owner, self._text = owner, b""
-        self._parents, self._directories = set[Path](), list[Path]()
+        self._parents = set[Path]()
+        self._directories = list[Path]()
         self._descendants: set[int] = set()
         self._groups: dict[int, int] = {}  # process group → descriptor of its first process
         self._kill_at: dict[int, float] = {}  # process group → monotonic time
@@ -321,7 +322,8 @@ def _free(names: list[str]) -> None:
 
 def _held(pid: int) -> set[str]:
     """Names of the shared memory segments that a process has mapped or opened."""
-    place, names = Path(f"/proc/{pid}"), []
+    place = Path(f"/proc/{pid}")
+    names = []
     with contextlib.suppress(OSError):
         names += [line.split(maxsplit=5)[-1] for line in (place / "maps").read_text().splitlines()]
         names += [str(link.readlink()) for link in (place / "fd").iterdir()]

@@ -129,7 +129,8 @@ def explained(
     require("safetensors", "transformers")
     from safetensors import SafetensorError
 
-    where, path = f"{key}={path}", model_directory(path)
+    where = f"{key}={path}"
+    path = model_directory(path)
     check_directory(path, where, fix)
     try:
         yield path
@@ -176,7 +177,8 @@ def check_adapter(path: str, model: ModelSpec) -> None:
     Raises:
         UsageError: says what to write instead.
     """
-    where, file = f"model.lora_adapter_path={path}", Path(path).expanduser() / "adapter_config.json"
+    where = f"model.lora_adapter_path={path}"
+    file = Path(path).expanduser() / "adapter_config.json"
     try:
         config = json.loads(file.read_text(encoding="utf-8"))
         rank, alpha, layers = (config[name] for name in ("r", "lora_alpha", "target_modules"))
@@ -188,7 +190,8 @@ def check_adapter(path: str, model: ModelSpec) -> None:
         fix = "merge it into its base with PEFT, and name that in model.path"
         raise UsageError(message, where=where, fix=fix)
     layers = [layers] if isinstance(layers, str) else sorted({name.rpartition(".")[2] for name in layers})
-    of_adapter, of_spec = (rank, float(alpha)), (model.lora_rank, model.lora_alpha)
+    of_adapter = (rank, float(alpha))
+    of_spec = (model.lora_rank, model.lora_alpha)
     has_other_layers = ALL_LINEAR not in model.target_modules and sorted(model.target_modules) != layers
     if of_adapter != of_spec or has_other_layers:
         fix = f"model.lora_rank={rank} model.lora_alpha={alpha:g} model.target_modules=[{','.join(layers)}]"

@@ -129,7 +129,8 @@ def evaluating(model: Any) -> Iterator[None]:
 def _continues(body: Any, config: Any) -> bool:
     device = next(body.parameters()).device
     positions = torch.arange(4, device=device).expand(2, 4)
-    probe, mask = positions % config.vocab_size, torch.ones_like(positions)
+    probe = positions % config.vocab_size
+    mask = torch.ones_like(positions)
     whole = body(input_ids=probe, attention_mask=mask, position_ids=positions).last_hidden_state[:, 2:]
     cache = shared_prefix(body, probe[:, :2], mask[:, :2].bool(), positions[:, :2])
     if cache is None:

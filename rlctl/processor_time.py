@@ -77,7 +77,8 @@ class WaitMeter:
         Args:
             own_s: elapsed seconds since the last wait that the processes took from themselves.
         """
-        now, before = time.monotonic(), self._before
+        now = time.monotonic()
+        before = self._before
         self._before = self._waits()
         waits = [wait - before[thread] for thread, wait in self._before.items() if thread in before]
         if any(waits):  # the kernel counts a wait when it ends
@@ -94,7 +95,8 @@ class TreeMeter:
     """
 
     def __init__(self) -> None:
-        self._roots, self._thread = list[int](), threading.get_native_id()
+        self._roots = list[int]()
+        self._thread = threading.get_native_id()
         self._used_s = 0.0
         self._meter: WaitMeter | None = None
 
@@ -109,9 +111,11 @@ class TreeMeter:
 
     def look(self) -> None:
         """Updates `waited`."""
-        waited, used = self.waited, self._used()
+        waited = self.waited
+        used = self._used()
         if self._meter is None:
-            self._meter, self._used_s = WaitMeter(self._waits), used
+            self._meter = WaitMeter(self._waits)
+            self._used_s = used
         self._meter.look(max(0.0, used - self._used_s) / len(os.sched_getaffinity(0)))
         if self.waited > waited or used < self._used_s:
             self._used_s = used

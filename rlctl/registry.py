@@ -232,10 +232,8 @@ class Registry(Mapping[str, Callable[..., Any]]):
         except re.error as error:
             message = f"data_sources={registered.data_sources!r} is no regular expression: {error}"
             raise ValueError(message) from error
-        thresholds, options = (
-            _texts("thresholds", registered.thresholds),
-            _texts("options", registered.options),
-        )
+        thresholds = _texts("thresholds", registered.thresholds)
+        options = _texts("options", registered.options)
         if wrong := [text for text in thresholds if not _THRESHOLD.fullmatch(text)]:
             raise ValueError(f'thresholds={wrong}: write positive numbers as in a spec, "2.0" or "0.5_2.0"')
         if wrong := [key for key in options if "." not in key]:

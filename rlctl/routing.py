@@ -55,7 +55,8 @@ class Mixture:
         layers: list[int] = []
         counts: set[int] = set()  # numbers of experts
         for name, module in body.named_modules():
-            experts, numbers = module._modules.get("experts"), re.findall(r"\d+", name)
+            experts = module._modules.get("experts")
+            numbers = re.findall(r"\d+", name)
             if experts is not None and numbers:
                 layers.append(int(numbers[0]))
                 counts.add(getattr(experts, "num_experts", None) or len(getattr(experts, "_modules", ())))
@@ -206,7 +207,8 @@ class RoutedBody:
         active = _active()
         chosen = active.chosen if active else [layer.topk(count).indices for layer in layers]
         routing = torch.stack(list(map(_routing, layers, chosen[-len(layers) :]))).mean(0)
-        states, cache = output.last_hidden_state, getattr(output, "past_key_values", None)
+        states = output.last_hidden_state
+        cache = getattr(output, "past_key_values", None)
         joined = torch.cat([states.float(), routing.view(*states.shape[:-1], -1)], -1)
         return SimpleNamespace(last_hidden_state=joined, past_key_values=cache)
 

@@ -54,7 +54,8 @@ def supervise(
     ctypes.CDLL(None).prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
     is_asked, asks = os.pipe()
     before = signal.signal(signal.SIGTERM, lambda *_: os.write(asks, b"+"))
-    me, child = os.getpid(), os.fork()
+    me = os.getpid()
+    child = os.fork()
     if child == 0:
         signal.signal(signal.SIGTERM, before)
         os.close(is_asked)
@@ -70,7 +71,8 @@ def supervise(
 
 def _waited(child: int, ends: dict[int, int], grace_s: float, *, keeps_orphans: bool) -> int | None:
     """The exit code of a child process; None if one of the descriptors was ready before it ended."""
-    poll, ended = select.poll(), -1
+    poll = select.poll()
+    ended = -1
     for end, events in ends.items():
         poll.register(end, events)
     with contextlib.suppress(OSError):
@@ -138,7 +140,8 @@ def descendants(pid: int) -> list[tuple[int, int]]:
     for name in os.listdir("/proc"):  # noqa: PTH208
         if name.isdecimal():
             children.setdefault(_parent_of(int(name)), []).append(int(name))
-    known, waiting = list[tuple[int, int]](), [pid]
+    known = list[tuple[int, int]]()
+    waiting = [pid]
     while waiting:
         parent = waiting.pop()
         known += [(child, parent) for child in children.get(parent, [])]

@@ -136,9 +136,11 @@ def _steps(start: float, stop: float, step: float) -> list[float]:
 def _balanced_bounds(batch: WholeBatch, rule: LossRule) -> tuple[float, float]:
     """Raises the lower bound, then the upper one, until contributions balance or both reach their maximum."""
     p: BapoParams = rule.params
-    lowers, uppers = _steps(p.lower, p.lower_max, p.lower_step), _steps(p.upper, p.upper_max, p.upper_step)
+    lowers = _steps(p.lower, p.lower_max, p.lower_step)
+    uppers = _steps(p.upper, p.upper_max, p.upper_step)
     ratio = batch.ratio.double()
-    good, bad = batch.advantages.double().clamp(min=0.0), -batch.advantages.double().clamp(max=0.0)
+    good = batch.advantages.double().clamp(min=0.0)
+    bad = -batch.advantages.double().clamp(max=0.0)
     bounds = [(low, uppers[0]) for low in lowers] + [(lowers[-1], up) for up in uppers[1:]]
     gains = batch.total([float((ratio.clamp(max=up) * good).sum()) for _, up in bounds])
     losses = batch.total([float((ratio.clamp(min=low) * bad).sum()) for low, _ in bounds])

@@ -114,7 +114,8 @@ def correct(
     """
     required = {"log_probs": log_probs, "rollout_log_probs": rollout_log_probs}
     _check_inputs(required, {"advantages": advantages, "age": age}, units, rules)
-    responses, level = rules.responses(units), rules.segments(units, rules.weight.unit)
+    responses = rules.responses(units)
+    level = rules.segments(units, rules.weight.unit)
     gap = log_probs - rollout_log_probs
     total = responses.sum(gap)
     nonfinite = ~total.isfinite()
@@ -131,8 +132,10 @@ def correct(
         inside = responses.spread(used)
         gap, log_probs, rollout_log_probs = (x[inside] for x in (gap, log_probs, rollout_log_probs))
         advantages, age = (None if x is None else x[inside] for x in (advantages, age))
-        units, total = units.kept(inside).present(), total[used]
-    token, unit = gap.clamp_(-LOG_RATIO_CLAMP, LOG_RATIO_CLAMP), rules.responses(units)
+        units = units.kept(inside).present()
+        total = total[used]
+    token = gap.clamp_(-LOG_RATIO_CLAMP, LOG_RATIO_CLAMP)
+    unit = rules.responses(units)
     log_ratio = LogRatio(token, total, log_probs, rollout_log_probs, units, unit, advantages, age)
     sums |= _gap_sums(log_ratio)
     keep = torch.ones_like(gap, dtype=torch.bool)
@@ -230,7 +233,9 @@ def _weighted(
 
     Without a level, of the weights that level `token` would have.
     """
-    rule, unit, level = rules.weight, log_ratio.unit, rules.segments(log_ratio.units, rules.weight.unit)
+    rule = rules.weight
+    unit = log_ratio.unit
+    level = rules.segments(log_ratio.units, rules.weight.unit)
     name = rule.level or "token"
     raw = clamped_exp(_evaluated(CORRECTION_WEIGHTS, name, log_ratio, rule.params, rules).double())
     bounded = bound(raw, rule)
@@ -259,7 +264,8 @@ def _weighted(
 
 def _kept_sums(log_ratio: LogRatio, keep: Tensor) -> Sums:
     """Numbers of tokens and responses that are finite, kept, and kept as a whole."""
-    lengths, kept = log_ratio.unit.lengths, log_ratio.unit.sum(keep)
+    lengths = log_ratio.unit.lengths
+    kept = log_ratio.unit.sum(keep)
     return {
         "finite_tokens": lengths.sum(),
         "finite_sequences": (lengths > 0).sum(),
@@ -271,7 +277,8 @@ def _kept_sums(log_ratio: LogRatio, keep: Tensor) -> Sums:
 
 def _gap_sums(log_ratio: LogRatio) -> Sums:
     """Distances between the two policies, independent of the rules; a mean is a metric of the same name."""
-    token, total = log_ratio.token.double(), log_ratio.total
+    token = log_ratio.token.double()
+    total = log_ratio.total
     excess = token.expm1()  # ρ − 1, exact where ρ is near 1
     sums = {
         "per_token.kl": -total.sum(),
@@ -321,8 +328,11 @@ def correction_metrics(sums: HostSums, rules: CorrectionRules) -> HostSums:
 
     Without a finite token there is nothing to average: then only counts and rejected fractions.
     """
-    rule, all_tokens, all_responses = rules.weight, sums["tokens"], sums["sequences"]
-    tokens, responses = sums["finite_tokens"], sums["finite_sequences"]
+    rule = rules.weight
+    all_tokens = sums["tokens"]
+    all_responses = sums["sequences"]
+    tokens = sums["finite_tokens"]
+    responses = sums["finite_sequences"]
     metrics = {
         "nonfinite_sequences": all_responses - responses,
         "saturated_sequences": sums["saturated"],
@@ -363,7 +373,8 @@ def _weight_metrics(sums: HostSums, of: str, rule: WeightRule, prefix: str) -> H
         found = Moments.read(sums, f"{of}.{level}")
         return found if of == "raw" else found.with_zeros(sums[f"{level}s"] - found.count)
 
-    token, sequence = read("token"), read("sequence")
+    token = read("token")
+    sequence = read("sequence")
     unit = token if rule.by_token else read("unit")
     metrics = {"mean": unit.mean, "std": unit.std, "max": unit.max, "min": unit.min}
     metrics |= {"eff_sample_size": unit.ess, "eff_sample_size_token": token.ess, "seq_mean": sequence.mean}
@@ -390,7 +401,8 @@ def _criterion_metrics(sums: HostSums, rule: RejectRule, rules: CorrectionRules)
 
 
 def _probability_metrics(sums: HostSums) -> HostSums:
-    distance, n = Moments.read(sums, "prob.distance"), sums["finite_tokens"]
+    distance = Moments.read(sums, "prob.distance")
+    n = sums["finite_tokens"]
     totals, squares = ([sums[f"prob.{x}{end}"] for x in ("train", "rollout")] for end in ("", "_squares"))
     covariance = n * 0.5 * (sum(squares) - distance.squares) - totals[0] * totals[1]  # from (p − q)²
     spreads = [n * xx - x**2 for x, xx in zip(totals, squares, strict=True)]

@@ -107,7 +107,8 @@ def estimate(name: str, inputs: AdvantageInputs) -> Estimate:
     """
     registered = ADVANTAGE_ESTIMATORS.part(name)
     found = registered.function(inputs)
-    per_episode, per_token = inputs.group_ids.shape, inputs.token_rewards.shape
+    per_episode = inputs.group_ids.shape
+    per_token = inputs.token_rewards.shape
     if not isinstance(found, Estimate):
         ADVANTAGE_ESTIMATORS.check_returned(name, found, per_episode)
         found = Estimate(inputs.unit.spread(found))
@@ -255,7 +256,8 @@ def weighted_baseline(inputs: AdvantageInputs, weights: Tensor) -> Tensor:
     Args:
         weights: (E,) c ≥ 0.
     """
-    rewards, weights = inputs.rewards.double(), weights.double()
+    rewards = inputs.rewards.double()
+    weights = weights.double()
     weighted, total = (group_sums(x, inputs.group_ids) for x in (rewards * weights, weights))
     advantages = without_rounding(rewards - weighted / total.where(total > 0, 1.0), rewards)
     return torch.where(total > 0, advantages, 0.0).float()
@@ -367,7 +369,8 @@ def gae_recursion(
     Returns:
         advantages (M,), not whitened; and returns (M,) A_t + V_t, the critic's target values; float64.
     """
-    rewards, values = rewards.double(), values.double()
+    rewards = rewards.double()
+    values = values.double()
     discounts, traces = (torch.zeros_like(values) + rate for rate in (gamma, lam))
     # a column of rows is (K,), and what follows the last one is 0
     columns = [unit.padded(x).unbind(1) for x in (rewards, values, discounts, discounts * traces)]

@@ -129,7 +129,8 @@ def top_k_kl(log_probs: Tensor, other_log_probs: Tensor) -> Tensor:
     Args:
         log_probs, other_log_probs: (m, K + 1) nats, of the same K tokens and of the bucket.
     """
-    new, other = widened(log_probs), widened(other_log_probs.detach())
+    new = widened(log_probs)
+    other = widened(other_log_probs.detach())
     gaps = (new - other).where(other > _IMPOSSIBLE, 0.0)  # an empty bucket; a token that truncation left out
     return (new.exp() * gaps).sum(-1)
 

@@ -116,7 +116,8 @@ def clamped_exp(log_weight: Tensor) -> Tensor:
 
 def _check_returned(loss: object, log_probs: Tensor, name: str) -> None:
     if not isinstance(loss, TokenLoss):
-        message, fix = f"policy loss {name} returned {type(loss).__name__}", "return TokenLoss(values)"
+        message = f"policy loss {name} returned {type(loss).__name__}"
+        fix = "return TokenLoss(values)"
         raise RunFailure(message, where=POLICY_LOSSES.key, fix=fix)
     POLICY_LOSSES.check_returned(name, loss.values, tuple(log_probs.shape))
     for field in ("clipped", "clipped_lower"):
@@ -124,7 +125,8 @@ def _check_returned(loss: object, log_probs: Tensor, name: str) -> None:
         if mask is not None:
             POLICY_LOSSES.check_returned(f"{name} ({field})", mask, tuple(log_probs.shape))
             if mask.dtype != torch.bool:
-                message, fix = f"policy loss {name} returned {field} as {mask.dtype}", "return bool, or None"
+                message = f"policy loss {name} returned {field} as {mask.dtype}"
+                fix = "return bool, or None"
                 raise RunFailure(message, where=POLICY_LOSSES.key, fix=fix)
     POLICY_LOSSES.check_gradient(name, loss.values, log_probs, "inputs.log_probs")
 
@@ -226,7 +228,9 @@ def dppo(rule: LossRule, inputs: LossInputs) -> TokenLoss:
     two-outcome distributions {sampled token, any other}: total variation |π_θ − π_old|, or KL(π_old ‖ π_θ).
     """
     ratio = inputs.ratio.detach()
-    new, old, advantages = inputs.log_probs.detach(), inputs.old_log_probs, inputs.advantages
+    new = inputs.log_probs.detach()
+    old = inputs.old_log_probs
+    advantages = inputs.advantages
     distance = _binary_divergence(rule, new, old)
     rising = (advantages > 0) & (new > old) & (distance > rule.clip_high)
     falling = (advantages < 0) & (new < old) & (distance > rule.clip_low)
@@ -242,13 +246,15 @@ def clipped_surrogate(
     ratio: Tensor, advantages: Tensor, lower: float, upper: float, clip_c: float | None = None
 ) -> TokenLoss:
     """The larger of −r·A and −clip(r, lower, upper)·A; with `clip_c`, at most −clip_c·A where A < 0."""
-    unclipped, bounded = -advantages * ratio, -advantages * ratio.clamp(lower, upper)
+    unclipped = -advantages * ratio
+    bounded = -advantages * ratio.clamp(lower, upper)
     return larger_of(unclipped, bounded, advantages, None if clip_c is None else -clip_c * advantages)
 
 
 def larger_of(unclipped: Tensor, bounded: Tensor, advantages: Tensor, bound: Tensor | None) -> TokenLoss:
     """The larger of a loss and its clipped form, all (m,); with `bound`, at most that where A < 0."""
-    values, clipped = torch.maximum(unclipped, bounded), bounded > unclipped
+    values = torch.maximum(unclipped, bounded)
+    clipped = bounded > unclipped
     if bound is None:
         return TokenLoss(values, clipped)
     runaway = (advantages < 0) & (values > bound)
@@ -257,7 +263,8 @@ def larger_of(unclipped: Tensor, bounded: Tensor, advantages: Tensor, bound: Ten
 
 def _binary_divergence(rule: LossRule, log_probs: Tensor, old_log_probs: Tensor) -> Tensor:
     """Divergence between the distributions {sampled token, any other} of both policies, (m,)."""
-    prob, old = log_probs.exp(), old_log_probs.exp()
+    prob = log_probs.exp()
+    old = old_log_probs.exp()
     if rule.divergence == "tv":
         return (prob - old).abs()
     rest, old_rest = (-x.expm1() for x in (log_probs, old_log_probs))

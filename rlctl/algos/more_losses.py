@@ -49,7 +49,8 @@ def vespo(rule: LossRule, inputs: LossInputs) -> TokenLoss:
     The weight is 1 at W = 1; it tends to 0 as W^k for W → 0, and exponentially for W → ∞.
     """
     p: VespoParams = rule.params
-    log_w, advantages = _log_product(inputs), inputs.advantages
+    log_w = _log_product(inputs)
+    advantages = inputs.advantages
     k = torch.full_like(advantages, p.k_neg).masked_fill(advantages >= 0, p.k_pos)
     rate = torch.full_like(advantages, p.lambda_neg).masked_fill(advantages >= 0, p.lambda_pos)
     phi = (k * log_w + rate * (1.0 - log_w.exp())).exp()
@@ -67,7 +68,8 @@ def topr(rule: LossRule, inputs: LossInputs) -> TokenLoss:
 
     The paper uses the sign of the reward; this loss uses the sign of the advantage.
     """
-    log_w, is_bad = _log_product(inputs), inputs.advantages < 0
+    log_w = _log_product(inputs)
+    is_bad = inputs.advantages < 0
     tapered = torch.where(is_bad, log_w.clamp(max=0.0).exp(), 1.0)
     return TokenLoss(-tapered * inputs.advantages * inputs.log_probs, is_bad & (log_w > 0))
 
@@ -220,7 +222,8 @@ def sampler_penalty(rule: LossRule, inputs: LossInputs) -> TokenLoss:
     """
     p: SamplerPenaltyParams = rule.params
     gap, advantages = inputs.log_ratio, inputs.advantages
-    new, old = inputs.log_probs.detach().exp(), inputs.old_log_probs.exp()
+    new = inputs.log_probs.detach().exp()
+    old = inputs.old_log_probs.exp()
     threshold = p.threshold or (0.2 if p.region == "dppo" else 0.1)
     outside = torch.zeros_like(gap, dtype=torch.bool)
     if p.region == "dppo":
@@ -235,7 +238,8 @@ def sampler_penalty(rule: LossRule, inputs: LossInputs) -> TokenLoss:
 def symmetric_binary_kl(new: Tensor, old: Tensor) -> Tensor:
     """The larger KL of both directions between {sampled token, any other}; from probabilities (m,)."""
     new, old = (x.clamp(1e-6, 1.0 - 1e-6) for x in (new, old))
-    odds, others = (new / old).log(), ((1.0 - new) / (1.0 - old)).log()
+    odds = (new / old).log()
+    others = ((1.0 - new) / (1.0 - old)).log()
     return torch.maximum(new * odds + (1.0 - new) * others, -old * odds - (1.0 - old) * others)
 
 

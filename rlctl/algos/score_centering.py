@@ -47,7 +47,8 @@ def expected_score(log_probs: Tensor, rollout_log_probs: Tensor, rule: WeightRul
 def score_factors(log_probs: Tensor, rollout_log_probs: Tensor, rule: WeightRule) -> Tensor:
     """(m, K): c_v = μ(v)·w(ρ_v) − α·w(1/α)·π(v) of the listed tokens; arguments as of `expected_score`."""
     is_listed = rollout_log_probs.isfinite()
-    trained, sampled = torch.where(is_listed, log_probs, -torch.inf).exp(), rollout_log_probs.exp()
+    trained = torch.where(is_listed, log_probs, -torch.inf).exp()
+    sampled = rollout_log_probs.exp()
     tails = [(1.0 - share.sum(-1)).clamp(min=_MIN_TAIL) for share in (trained, sampled)]
     log_tails = (tails[0] / tails[1]).log()
     weights = _weight(torch.where(is_listed, log_probs - rollout_log_probs, 0.0), rule)

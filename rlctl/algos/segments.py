@@ -250,7 +250,8 @@ def moments(name: str, values: Tensor, n: Tensor | None = None) -> Sums:
         low, high = x.aminmax()
         found = x.new_tensor(len(x)), x.sum(), x @ x, high, -low
     else:
-        low, high = x.where(n > 0, math.inf).amin(), x.where(n > 0, -math.inf).amax()
+        low = x.where(n > 0, math.inf).amin()
+        high = x.where(n > 0, -math.inf).amax()
         found = n.sum().double(), x @ n.double(), x * n @ x, high, -low
     return {f"{name}{part}": value for part, value in zip(_MOMENTS, found, strict=True)}
 

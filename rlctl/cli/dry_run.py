@@ -146,7 +146,8 @@ def _print_values(loaded: LoadedSpec, console: Console) -> None:
             section = parent
             console.print(Text(f"  {section}", "bold"))
         origin = loaded.origins[key]
-        style, value = "dim" if origin.layer == "default" else "", summary.show(value_of(loaded.spec, key))
+        style = "dim" if origin.layer == "default" else ""
+        value = summary.show(value_of(loaded.spec, key))
         text = f"{value:<22} {origin}"
         if console.is_terminal and 4 + 30 + len(text) > console.width:  # print the origin below its value
             text = f"{value}\n{origin}"
@@ -196,7 +197,8 @@ def _print_reward(spec: RunSpec, console: Console) -> None:
 def _print_batch(spec: RunSpec, console: Console) -> None:
     print_title("Batch", console)
     batch = BatchArithmetic(spec, count_rows(spec))
-    ranks, shared = count_of(spec.world_size, "rank"), spec.engine.sequence_parallel
+    ranks = count_of(spec.world_size, "rank")
+    shared = spec.engine.sequence_parallel
     if shared > 1:
         ranks += f" in groups of {shared}, which run each row together"
     if batch.micro_batches_per_rank is None:

@@ -26,7 +26,8 @@ app = typer.Typer(
 )
 
 #: Most tokens of a sequence and of a turn, if the spec does not say.
-_CONTEXT_LENGTH, _TURN_LENGTH = 1 << 16, 256
+_CONTEXT_LENGTH = 1 << 16
+_TURN_LENGTH = 256
 _STYLES = {"prompt": "dim", "observation": "cyan", "sampled": "bold green", "warning": "bold yellow"}
 _STYLES["critical"] = "bold red"
 

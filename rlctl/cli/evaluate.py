@@ -188,7 +188,8 @@ def _variables(text: str) -> dict[str, Any]:
     try:
         variables = json.loads(text)
     except ValueError as error:
-        variables, why = None, str(error)
+        variables = None
+        why = str(error)
     else:
         why = "it is not an object"
     if not isinstance(variables, dict):

@@ -86,7 +86,8 @@ def counting(text: str, *columns: ProgressColumn) -> Iterator[Callable[..., None
 
     Yields the function that updates it: (done, total, description).
     """
-    console, shown = Console(stderr=True), (TextColumn("{task.description}", markup=False), BarColumn())
+    console = Console(stderr=True)
+    shown = (TextColumn("{task.description}", markup=False), BarColumn())
     with Progress(*shown, *columns, console=console, transient=True, disable=not console.is_terminal) as bar:
         task = bar.add_task(text, total=None)
 

@@ -28,7 +28,9 @@ def launches(spec: RunSpec, arguments: list[str]) -> dict[str, list[str]]:
         UsageError: the run directory would be named after the time, which ranks on several nodes cannot agree
             on.
     """
-    nodes, gpus, servers = spec.trainer.nnodes, spec.trainer.n_gpus_per_node, spec.rollout.server
+    nodes = spec.trainer.nnodes
+    gpus = spec.trainer.n_gpus_per_node
+    servers = spec.rollout.server
     is_beside = spec.has_rollout_servers and not (servers.urls or servers.is_placed_by_ray)
     taken = gpus + is_beside * servers.replicas * spec.rollout.tensor_model_parallel_size
     # Without a number of CPUs, srun binds the task, and so all ranks, to one.

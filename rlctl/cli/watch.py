@@ -30,7 +30,8 @@ def watch(
     from rlctl.track.jsonl import METRICS_FILE
     from rlctl.track.open_run import is_running, open_run, phase_of, read_state
 
-    record, log = open_run(run_dir), run_dir / METRICS_FILE
+    record = open_run(run_dir)
+    log = run_dir / METRICS_FILE
     state = read_state(run_dir)
     began = _seconds_since(state.started)
     phase = phase_of(run_dir) if state.state == "running" else ""
@@ -44,7 +45,8 @@ def watch(
             for row in rows:
                 ago = _seconds_since(row.pop("timestamp", None))
                 sink.log(int(row.pop("step")), {k: float(v) for k, v in row.items()}, ago=ago)
-            num_rows, num_bytes = num_rows + len(rows), size
+            num_rows = num_rows + len(rows)
+            num_bytes = size
             if not running:
                 break
             sink.show_phase(phase_of(run_dir))

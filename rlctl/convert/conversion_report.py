@@ -74,7 +74,8 @@ def sections(result: Translation) -> Iterator[tuple[str, list[KeyOutcome] | list
 
 def as_text(row: KeyOutcome) -> str:
     """Formats the outcome for one key as one or two lines."""
-    place, arrow = f"{row.where}: " if row.where else "", f" → {became(row)}" if row.became else ""
+    place = f"{row.where}: " if row.where else ""
+    arrow = f" → {became(row)}" if row.became else ""
     return f"  {place}{row.key} = {shown(row.value)}{arrow}" + (f"\n      {row.note}" if row.note else "")
 
 

@@ -101,7 +101,8 @@ def value_of(node: ast.expr, names: Mapping[str, Any], other: Callable[[ast.expr
             case ast.Name() if node.id in names:
                 return names[node.id]
             case ast.BinOp() if type(node.op) in _OPERATORS:
-                left, right = value(node.left), value(node.right)
+                left = value(node.left)
+                right = value(node.right)
                 if isinstance(node.op, ast.Mult) and not _is_small(left, right):
                     raise ValueError("a sequence repeated too often")
                 return _OPERATORS[type(node.op)](left, right)

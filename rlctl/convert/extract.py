@@ -91,7 +91,8 @@ class ExtractedFile:
 
     def _moved(self, definition: Definition, name: str) -> Definition:
         found = Definition(f"{shown_path(self.path)}:{name}")
-        found.file, found.node = PythonFile(self.path, None, {}, frozenset()), definition.node
+        found.file = PythonFile(self.path, None, {}, frozenset())
+        found.node = definition.node
         found.at_top = True
         return found
 

@@ -141,7 +141,8 @@ class PythonFile:
             self._open.discard(name)
 
     def _defined(self, name: str) -> Any:
-        definitions, values = self._definitions.get(name, []), self._values.get(name, {})
+        definitions = self._definitions.get(name, [])
+        values = self._values.get(name, {})
         if name in self.variables and not definitions:
             return parse_scalar(self.variables[name])
         if len(definitions) == 1 and not values:

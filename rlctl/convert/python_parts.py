@@ -86,7 +86,8 @@ def environment_name(factory: Any, tools: Any) -> str:
     Raises:
         NoCounterpart: it is no class that rlctl can import, or there are tools beside its methods.
     """
-    classes, functions = _listed(factory), _listed(tools)
+    classes = _listed(factory)
+    functions = _listed(tools)
     if not classes and not functions:
         return "leave out"
     if len(functions) == 1 and isinstance(functions[0], ToolClass):

@@ -116,7 +116,8 @@ def _python_settings(table: KeyTable, file: PythonFile, tree: ast.Module) -> Ite
     for node in sorted(nodes, key=lambda node: (node.lineno, node.col_offset)):
         match node:
             case ast.Call() if (name := _called(node)) in kinds:
-                prefix, base = kinds[name], bases.get(name, name)
+                prefix = kinds[name]
+                base = bases.get(name, name)
                 yield ForeignSetting(f"{prefix}_class", base, f"line {node.lineno}")
                 config = base.replace("Trainer", "Config")
                 if config != base and not has_config:
@@ -139,7 +140,8 @@ def _argument(
     one: KeyTable, file: PythonFile, prefix: str, key: str | None, node: ast.expr
 ) -> Iterator[ForeignSetting]:
     """The setting of an argument; of `**mapping`, those of its entries."""
-    where, of_key = f"line {node.lineno}", f"{prefix}{key}"
+    where = f"line {node.lineno}"
+    of_key = f"{prefix}{key}"
     names = file.parameters_at(node)
     if key is not None and one.canonical(of_key) in one.parts:
         items = [Pretrained(item) if type(item) is str else item for item in file.items(node, names)]

@@ -167,7 +167,9 @@ class _Shell:
                 success = self._run(node.children)
                 return None if success is None else not success
             case "list":
-                left, sign, right = node.children[0], node.children[1].type, node.children[-1]
+                left = node.children[0]
+                sign = node.children[1].type
+                right = node.children[-1]
                 success = self._run([left])
                 return success if success is (sign == "||") else self._run([right])
             case "redirected_statement":
@@ -180,7 +182,8 @@ class _Shell:
             case "for_statement":
                 self._loop(node)
             case "function_definition":
-                name, body = node.child_by_field_name("name"), node.child_by_field_name("body")
+                name = node.child_by_field_name("name")
+                body = node.child_by_field_name("body")
                 if name and body:
                     self.functions[_raw(name)] = body
             case child if child in _UNREAD:
@@ -214,7 +217,8 @@ class _Shell:
 
     def _loop(self, node: Node) -> None:
         """Runs the first iteration of a `for`."""
-        variable, body = node.child_by_field_name("variable"), node.child_by_field_name("body")
+        variable = node.child_by_field_name("variable")
+        body = node.child_by_field_name("body")
         values = [arg for word in _words(node, after="in") for arg in self._expand(word)]
         if not (values and variable and body):
             return
@@ -248,7 +252,8 @@ class _Shell:
         elif name == "shift":
             self.arguments = self.arguments[1:]
         elif name in self.functions:
-            outer, self.arguments = self.arguments, [arg.text for arg in args[1:]]
+            outer = self.arguments
+            self.arguments = [arg.text for arg in args[1:]]
             self._run(self.functions[name].children)
             self.arguments = outer
         else:
@@ -257,7 +262,8 @@ class _Shell:
 
     def _assign(self, node: Node) -> None:
         """Sets the variable of an assignment; an array, or a text."""
-        value, assigned = node.child_by_field_name("value"), _ASSIGNMENT.fullmatch(_raw(node))
+        value = node.child_by_field_name("value")
+        assigned = _ASSIGNMENT.fullmatch(_raw(node))
         if assigned is None:
             return
         name, plus, raw = assigned.groups()
@@ -269,7 +275,8 @@ class _Shell:
         self.variables[name] = [*before, *values] if isinstance(before, list) and plus else values
 
     def _set(self, name: str, plus: str, raw: str) -> None:
-        before, value = self.variables.get(name, ""), self._text(raw, quoted=False)
+        before = self.variables.get(name, "")
+        value = self._text(raw, quoted=False)
         self.variables[name] = f"{before}{value}" if plus and isinstance(before, str) else value
 
     def _source(self, arg: Arg) -> None:
@@ -302,7 +309,9 @@ class _Shell:
         """Yields (text or the elements of an array, whether it is not split at spaces) per part of a word."""
         at = 0
         while at < len(raw):
-            char, following, end = raw[at], raw[at + 1 : at + 2], at + 1
+            char = raw[at]
+            following = raw[at + 1 : at + 2]
+            end = at + 1
             if char == "\\" and following:
                 end = at + 2
                 is_escape = not quoted or following in '$`"\\\n'
@@ -380,7 +389,8 @@ class _Shell:
     def _operated(self, raw: str, value: str | list[Arg] | None, rest: str) -> str | list[Arg]:
         """Applies `:-default`, `%suffix`, `/a/b` and similar operators to `value`."""
         is_empty = value is None or (rest.startswith(":") and not value)
-        symbol, operand = rest.lstrip(":")[:1], rest.lstrip(":")[1:]
+        symbol = rest.lstrip(":")[:1]
+        operand = rest.lstrip(":")[1:]
         if symbol in {"-", "="}:
             return self._text(operand.strip('"')) if is_empty or value is None else value
         if symbol == "+":
@@ -424,7 +434,8 @@ def _trimmed(value: str, rest: str, text_of: Callable[[str], str]) -> str:
     mark = rest[:2] if rest[:2] in {"##", "%%"} else rest[:1]
     if mark[:1] not in {"#", "%"}:
         return value
-    pattern, is_prefix = re.compile(translate(text_of(rest[len(mark) :]))), mark[0] == "#"
+    pattern = re.compile(translate(text_of(rest[len(mark) :])))
+    is_prefix = mark[0] == "#"
     cuts = range(len(value) + 1)
     matching = [cut for cut in cuts if pattern.fullmatch(value[:cut] if is_prefix else value[cut:])]
     if not matching:
@@ -437,7 +448,8 @@ def _test(words: list[str]) -> bool | None:  # noqa: PLR0911
     """Evaluates `[ … ]` for text and numbers; None: the result depends on the machine."""
     at = next((index for index, word in enumerate(words) if word in {"&&", "||", "-a", "-o"}), None)
     if at is not None:
-        sides, decides = {_test(words[:at]), _test(words[at + 1 :])}, words[at] in {"||", "-o"}
+        sides = {_test(words[:at]), _test(words[at + 1 :])}
+        decides = words[at] in {"||", "-o"}
         return decides if decides in sides else None if None in sides else not decides
     if words[:1] == ["!"]:
         inner = _test(words[1:])

@@ -89,7 +89,8 @@ def read(
         message = f"no launch command, configuration class or keys of {known} in it"
         fix = "name the framework with --from" if framework is None else "is it another framework's?"
         if kind == "python" and (others := other_trainers(text)):
-            message, fix = f"it constructs {others}", f"import reads {', '.join(trainers(chosen))}"
+            message = f"it constructs {others}"
+            fix = f"import reads {', '.join(trainers(chosen))}"
         raise UsageError(message, where=str(path), fix=fix)
     key_table, settings = launched
     copies = (copied.path, copied.text) if copied and copied.text else None
@@ -234,7 +235,9 @@ def _options(
     options: list[ForeignSetting] = []
     at = 0
     while at < len(args):
-        text, line, is_launcher = args[at].text, f"line {args[at].line}", at < start
+        text = args[at].text
+        line = f"line {args[at].line}"
+        is_launcher = at < start
         at += 1
         if unset := re.fullmatch(r"\$\{(\w+)\[[@*]\]\}", text):
             note = f"{line}: {unset[1]} is not set in the file: its options are not read"
@@ -321,7 +324,8 @@ def _from_mapping(path: Path, chosen: list[KeyTable], notes: list[str]) -> _Foun
     settings = _settings_of(path, "line ", notes)
     keys = [setting.key for setting in settings]
     if all(map(leaf_of, keys)) and not any(set(keys) <= key_table.keys.keys() for key_table in chosen):
-        message, fix = "every key is one of rlctl's: this is a spec", f"rlctl train --spec {path} --dry-run"
+        message = "every key is one of rlctl's: this is a spec"
+        fix = f"rlctl train --spec {path} --dry-run"
         raise UsageError(message, where=str(path), fix=fix)
     scores = [
         sum(setting.key.startswith(tuple(key_table.marks)) for setting in settings) for key_table in chosen

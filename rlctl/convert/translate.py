@@ -152,7 +152,8 @@ def _add_row(
         status, note = ("same", "off here too") if off else ("not supported", rule.unsupported)
     elif lost:
         why = next(iter(lost.values())) or difference
-        status, note = "not supported", f"no counterpart of {_shown(setting.value)}{': ' if why else ''}{why}"
+        status = "not supported"
+        note = f"no counterpart of {_shown(setting.value)}{': ' if why else ''}{why}"
         reported = {problem.key for problem in result.problems}
         for target, reason in lost.items():
             message = f"{key} = {_shown(setting.value)} has no counterpart"

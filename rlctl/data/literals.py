@@ -52,7 +52,8 @@ def conversation_in(text: str) -> list[Any] | None:
     Raises:
         ValueError: it begins like a conversation, and cannot be parsed or has another form.
     """
-    is_list, is_message = _MAPPINGS.match(text), _ONE_MESSAGE.match(text)
+    is_list = _MAPPINGS.match(text)
+    is_message = _ONE_MESSAGE.match(text)
     if not (is_list or is_message) or not _ROLE.search(text):
         return None
     array = _ARRAY.fullmatch(text)

@@ -41,7 +41,8 @@ def plain_rows(batch: Any, path: Path, first_number: int) -> list[Row] | None:
 
 def _rows(batch: Any, path: Path, first_number: int) -> Iterator[Row]:
     """Raises a ValueError or KeyError where `parse_row` must read the batch."""
-    reward_model, extra_info = batch.column("reward_model"), batch.column("extra_info")
+    reward_model = batch.column("reward_model")
+    extra_info = batch.column("extra_info")
     fields = [field.name for field in extra_info.type]
     if [name for name in fields if name != OTHER] != ["split", "index", "answer", "question"]:
         raise ValueError("other fields of extra_info")
@@ -113,7 +114,8 @@ def _prompts(column: Any) -> Iterator[tuple[Message, ...]]:
     messages = column.flatten()
     if messages.null_count or column.type.value_type.field(0).name != "role":
         raise ValueError("no messages")
-    roles, contents = _texts(messages.field("role")), _texts(messages.field("content"))
+    roles = _texts(messages.field("role"))
+    contents = _texts(messages.field("content"))
     if messages.type.num_fields > 2 and any(_values(messages.field(OTHER))):
         raise ValueError("fields besides role and content")
     if not all(roles) or any(map(str.isspace, contents)) or not all(contents):

@@ -267,7 +267,8 @@ def parse_row(
         truth = truth[0]
     if truth and (isinstance(truth, Mapping) or _is_nested(truth)):
         truth = json.dumps(json_able(truth), ensure_ascii=False, sort_keys=True)
-    reward_model, extra = values.get("reward_model"), values.get("extra_info")
+    reward_model = values.get("reward_model")
+    extra = values.get("extra_info")
     style = reward_model.get("style") if isinstance(reward_model, Mapping) else None
     extra = extra_of(extra) if isinstance(extra, Mapping) else {}
     names = (name for name in values if name not in ROW_COLUMNS)

@@ -34,7 +34,8 @@ from rlctl.run_spec.model_size import hub_cache
 from rlctl.track.run_dir import NEEDED, OPTIONAL
 
 #: Minimum free bytes to store metrics, and usual minimum to store checkpoints.
-DISK_NEEDED, DISK_USUAL = 1 * GIB, 10 * GIB
+DISK_NEEDED = 1 * GIB
+DISK_USUAL = 10 * GIB
 #: Usual minimum of shared memory: NCCL exchanges data through it; containers often have only 64 MiB.
 SHARED_MEMORY_USUAL = 1 * GIB
 
@@ -153,7 +154,8 @@ def machine_checks() -> list[Check]:
     """Checks of hardware, disks, shared memory and compiler."""
     has_affinity = hasattr(os, "sched_getaffinity")  # not on every system
     usable = len(os.sched_getaffinity(0)) if has_affinity else os.cpu_count() or 1
-    memory, limit = psutil.virtual_memory(), this_machine().host_bytes
+    memory = psutil.virtual_memory()
+    limit = this_machine().host_bytes
     amount = f"{memory.available / GIB:.0f} of {memory.total / GIB:.0f} GiB free"
     if limit < memory.total:
         amount = f"{limit / GIB:.0f} GiB, the limit of this container"
@@ -176,9 +178,11 @@ def _disk_checks() -> list[Check]:
         "models' cache": (hub_cache(), f"set HF_HUB_CACHE {writable}"),
         "temporary files": (Path(tempfile.gettempdir()), f"set TMPDIR {writable}"),
     }
-    checks, least = [], float("inf")
+    checks = []
+    least = float("inf")
     for name, (place, fix) in places.items():
-        path, where = place.expanduser().absolute(), f"disk for {name}"
+        path = place.expanduser().absolute()
+        where = f"disk for {name}"
         there = next(parent for parent in (path, *path.parents) if os.path.exists(parent))  # noqa: PTH110 - never raises
         if not there.is_dir() or not os.access(there, os.W_OK | os.X_OK):
             # The models can be in a cache that cannot be written.
@@ -186,7 +190,8 @@ def _disk_checks() -> list[Check]:
             checks.append(_check(where, status, f"{there} is not writable", fix))
             continue
         free = shutil.disk_usage(there).free
-        found, least = f"{free / GIB:.1f} GiB free at {path}", min(least, free)
+        found = f"{free / GIB:.1f} GiB free at {path}"
+        least = min(least, free)
         if free < DISK_NEEDED:
             checks.append(_check(where, "broken", found, f"free some space there, or {fix}"))
         elif free < DISK_USUAL:

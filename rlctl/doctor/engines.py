@@ -136,7 +136,8 @@ def _batch(model: Any, device: Any) -> Any:
 
     from rlctl.batch import ModelInputs
 
-    episodes, prompt = 4, len(_PROMPTS[0])
+    episodes = 4
+    prompt = len(_PROMPTS[0])
     length = prompt + _RESPONSE_LENGTH
     return ModelInputs(
         token_ids=torch.randint(model.config.vocab_size, (episodes * length,), device=device),

@@ -96,7 +96,8 @@ def attempt(target: str, limit_s: float) -> TrialOutcome:
     """
     started = time.monotonic()
     with temporary_directory("doctor") as directory:
-        result, log = directory / "result.json", directory / "log"
+        result = directory / "result.json"
+        log = directory / "log"
         with log.open("wb") as output:
             child = subprocess.Popen(
                 [sys.executable, "-P", "-m", "rlctl.doctor.examine", target, str(result)],

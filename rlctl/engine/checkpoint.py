@@ -220,7 +220,8 @@ def checkpoint_of_run(run_dir: Path, step: int | None = None) -> tuple[Checkpoin
         return checkpoint, notes
     there = ", ".join(path.name for path in sorted(root.glob(f"{_PREFIX}*")))
     wait = "wait for one (see trainer.save_freq), or resume the run until it ends"
-    of_step, why = "" if step is None else f" of step {step}", f" ({notes[0]})" if notes else ""
+    of_step = "" if step is None else f" of step {step}"
+    why = f" ({notes[0]})" if notes else ""
     fix = wait if step is None or not there else f"checkpoints here: {there}"
     raise UsageError(f"the run has no complete checkpoint{of_step}{why}", where=str(root), fix=fix)
 

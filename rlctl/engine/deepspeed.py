@@ -143,7 +143,8 @@ class _Engine(Engine):
         """
         ids_of_trained = {id(parameter) for parameter in trained}
         for name in list(unrounded):
-            weight, parameter = unrounded.pop(name), model.get_parameter(name)
+            weight = unrounded.pop(name)
+            parameter = model.get_parameter(name)
             if id(parameter) not in ids_of_trained:  # a critic has no output layer
                 continue
             weight = weight.to(self.ranks.device).float()
@@ -241,7 +242,8 @@ class _Engine(Engine):
         """
         count = len(list((directory / _STATE).glob("*_optim_states.pt")))  # one per rank; none at stage 0
         if is_universal := count not in {0, self.ranks.world_size}:
-            state, directory = directory / _STATE, directory.parents[1] / _UNIVERSAL
+            state = directory / _STATE
+            directory = directory.parents[1] / _UNIVERSAL
             problem = self.ranks.first(
                 _convert(state, directory / _STATE, count) if self.ranks.is_main else ""
             )

@@ -73,7 +73,9 @@ def deepspeed_config(settings: Settings) -> dict[str, Any]:
     `offload` moves float32 weights, moments and the step itself to the host ("optimizer", from stage 1 on),
     and between their uses the parameters too ("all", stage 3).
     """
-    dtype, offload, stage = settings["dtype"], settings.get("offload", "none"), zero_stage_of(settings)
+    dtype = settings["dtype"]
+    offload = settings.get("offload", "none")
+    stage = zero_stage_of(settings)
     zero: dict[str, Any] = {"stage": stage, "reduce_bucket_size": REDUCE_BUCKET}
     if offload != "none":
         zero["offload_optimizer"] = {"device": "cpu"}

@@ -109,7 +109,8 @@ def _tokens_read(inputs: ModelInputs) -> _Tokens:
         return _Tokens(single - 1, Segments(single), [0], chosen)
     reads = sequences.max(scored * sequences.places).clamp(min=0).long()
     is_read = sequences.places < sequences.spread(reads)
-    ids, segments = ids[is_read], Segments(reads[reads > 0])
+    ids = ids[is_read]
+    segments = Segments(reads[reads > 0])
     equal = equal_beginnings(segments.padded(ids, -1))
     experts = None if inputs.experts is None else inputs.experts.cpu()[is_read]
     if experts is not None:
@@ -206,7 +207,8 @@ def _packing(tokens: _Tokens, width: int | None) -> _Placing:
         zeros = torch.zeros_like(tokens.ids)
         return _Placing(zeros, torch.arange(count), (1, count), lengths=tokens.sequences.lengths)
     bins = _bins(tokens, max(tokens.longest, width))
-    sequences, shared = tokens.sequences, torch.tensor(tokens.common)
+    sequences = tokens.sequences
+    shared = torch.tensor(tokens.common)
     shared[[run.start for runs in bins for run in runs]] = 0  # what is before it may be in another row
     row, number, start, filled = _starts(bins, sequences.lengths - shared)
     is_own = torch.arange(tokens.longest) >= shared[:, None]
@@ -260,7 +262,8 @@ def _bins(tokens: _Tokens, width: int) -> list[list[range]]:
         if runs and tokens.common[sequence] >= _WORTH_SHARING * length:
             grown = runs[-1][0] + length - tokens.common[sequence]
             if grown <= width:
-                size, start = grown, runs.pop()[1].start
+                size = grown
+                start = runs.pop()[1].start
         runs.append((size, range(start, sequence + 1)))
     bins: list[list[range]] = [[] for _ in runs]
     free = [width] * len(runs)
@@ -274,14 +277,16 @@ def _bins(tokens: _Tokens, width: int) -> list[list[range]]:
 def _padding(tokens: _Tokens, share_prompts: bool) -> _Placing:
     """A row per sequence; with `share_prompts` and without experts, shared prompts end in one column."""
     sequences, wanted = tokens.sequences, tokens.wanted
-    cuts, num_runs = torch.zeros_like(sequences.lengths), 0
+    cuts = torch.zeros_like(sequences.lengths)
+    num_runs = 0
     if share_prompts and len(sequences) > 1 and tokens.experts is None:
         # Of what is read before the first state that scores: only keys and values are needed.
         first = sequences.places[wanted][Segments.of_index(sequences.index[wanted], len(sequences)).starts]
         is_new = torch.tensor(tokens.common)[1:] < torch.maximum(first[1:], first[:-1])
         runs = Segments.of_index(functional.pad(is_new, (1, 0)).cumsum(0), int(is_new.sum()) + 1)
         if len(runs) < len(sequences):
-            cuts, num_runs = -runs.spread(runs.max(-first).long()), len(runs)
+            cuts = -runs.spread(runs.max(-first).long())
+            num_runs = len(runs)
     prefix = int(cuts.max())
     column = sequences.places + sequences.spread(prefix - cuts)
     shape = len(sequences), int(column.max()) + 1
@@ -290,7 +295,8 @@ def _padding(tokens: _Tokens, share_prompts: bool) -> _Placing:
 
 def packed_rows(body: Any, tokens: _Tokens, width: int | None) -> Rows:
     """Packed rows for a model without its head, for which `can_pack` holds; `width`: see `row_width`."""
-    device, config = next(body.parameters()).device, body.config
+    device = next(body.parameters()).device
+    config = body.config
     packing = _packing(tokens, width)
     rows = packing.rows(tokens, device)
     if packing.first is not None and packing.last is not None:
@@ -347,7 +353,8 @@ class BodyReader:
         self.shares_prompts = share_prompts and can_share_prefix(model)
         self.layout: Layout | None = None
         self.sequence = sequence
-        self._body, self._ranks = body_of(model), ranks
+        self._body = body_of(model)
+        self._ranks = ranks
 
     def probe(self) -> None:
         """Finds out what the model supports. All ranks call this, because its passes may be collectives."""
@@ -376,7 +383,8 @@ class BodyReader:
             RunFailure: rows that must be split among ranks cannot be packed; experts are of another model.
             UsageError: the model has no routers whose choice can be replaced.
         """
-        body, tokens = RoutedBody(self._body) if routing else self._body, _tokens_read(inputs)
+        body = RoutedBody(self._body) if routing else self._body
+        tokens = _tokens_read(inputs)
         layout = self.layout or choose_layout(*self._costs(tokens))
         if layout == "packed" and self._can_pack(tokens):
             rows = packed_rows(body, tokens, self._row_width)
@@ -508,7 +516,8 @@ def same_values(values: Tensor, plain: Tensor, rounded: Tensor | None = None) ->
 
     `rounded`: `plain` inside `rounding_embeddings`; None: the computation is that of one layer.
     """
-    size, tolerance = plain.float().norm(), _TOLERANCE_FP32
+    size = plain.float().norm()
+    tolerance = _TOLERANCE_FP32
     if rounded is not None:  # in 12 models: rounding up to this effect, wrong positions 7 times it
         tolerance = max(tolerance, 3.0 * float((rounded.float() - plain.float()).norm() / size))
     elif plain.dtype != torch.float32:

@@ -82,7 +82,8 @@ class PolicyModule(nn.Module):
         tokens, kept = inputs.tokens, inputs.kept
         listed = None if inputs.most_likely is None else inputs.most_likely.padded()[0]
         if own is not None:
-            tokens, kept = tokens[own], kept and kept[own]
+            tokens = tokens[own]
+            kept = kept and kept[own]
             listed = None if listed is None else listed[own]
         given = (states, tokens, listed, *((kept.counts, kept.ids) if kept else ()))
         asked = {"entropy_grad": entropy_grad, "sum_pi_squared": sum_pi_squared, "tail": tail, "top_k": top_k}
@@ -106,7 +107,8 @@ class PolicyModule(nn.Module):
     def _probe(self) -> None:
         for name, weight in self.model.named_parameters():
             if not weight.detach().sum().isfinite():  # a sum needs no memory
-                message, where = f"{name} contains NaN or infinite numbers", self.model.name_or_path
+                message = f"{name} contains NaN or infinite numbers"
+                where = self.model.name_or_path
                 raise UsageError(message, where=f"model.path={where}", fix="use another copy of the model")
         self.head.is_linear = _head_is_linear(self.model)
         reader = self.reader
@@ -258,7 +260,8 @@ def logits_after_body(model: Any) -> Callable[[Tensor], Tensor]:
     It is the model's own forward pass with another body, so that it scales or soft-caps logits as the
     architecture does.
     """
-    name, shell = base_name(model) or "", copy.copy(model)
+    name = base_name(model) or ""
+    shell = copy.copy(model)
     shell._modules = model._modules | {name: _GivenBody(getattr(model, name))}
     return lambda states: type(model).forward(shell, inputs_embeds=states[None]).logits[0]
 
@@ -273,7 +276,8 @@ def _head_is_linear(model: Any) -> bool:
     Raises:
         UsageError: neither computation gives the model's logits.
     """
-    body, head = body_of(model), model.get_output_embeddings()
+    body = body_of(model)
+    head = model.get_output_embeddings()
     if body is not None and head is not None:
         probe = torch.arange(4, device=next(model.parameters()).device)[None]
         probe = probe % model.config.get_text_config().vocab_size

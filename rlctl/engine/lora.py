@@ -49,7 +49,8 @@ def add_lora(model: Any, rank: int, alpha: float, target_modules: list[str]) -> 
     try:
         inject_adapter_in_model(config, model, ADAPTER)
     except ValueError as error:  # such as layers whose weight a kernel reads without the adapter
-        message, fix = f"PEFT refuses the adapter: {one_line(error)}", "name other layers"
+        message = f"PEFT refuses the adapter: {one_line(error)}"
+        fix = "name other layers"
         raise UsageError(message, where="model.target_modules", fix=fix) from error
     if config.target_parameters:  # layers with a name that experts had before transformers 5, as gate_proj
         others = sorted({name.rpartition(".")[2] for name in config.target_modules})

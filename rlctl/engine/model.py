@@ -134,7 +134,8 @@ def _causal_lm(path: str, loading: Loading) -> Any:
     from transformers.utils import logging as transformers_logging
 
     transformers_logging.disable_progress_bar()
-    source, kernel = _source(loading), loading["attn_implementation"]
+    source = _source(loading)
+    kernel = loading["attn_implementation"]
     config = AutoConfig.from_pretrained(path, **source)
     if kernel == "sdpa" and getattr(config.get_text_config(), "attn_logit_softcapping", None):
         kernel = "eager"  # sdpa ignores the soft cap, and would compute another model
@@ -162,7 +163,8 @@ def _reader(config: Any) -> Any:
         AutoModelForImageTextToText,
     )
 
-    kind, own_code = type(config), getattr(config, "auto_map", None) or {}
+    kind = type(config)
+    own_code = getattr(config, "auto_map", None) or {}
     is_text = kind in MODEL_FOR_CAUSAL_LM_MAPPING or "AutoModelForCausalLM" in own_code
     reads_images = kind in MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING and not config.is_encoder_decoder
     return AutoModelForImageTextToText if reads_images and not is_text else AutoModelForCausalLM

@@ -60,7 +60,8 @@ def _mask(weight: Tensor, bit: int) -> int:
 
 def parts_of(model: Any) -> dict[str, list[str]]:
     """Trained parameters of a Hugging Face model by the last component of their layer's name."""
-    head, embedding = model.get_output_embeddings(), model.get_input_embeddings()
+    head = model.get_output_embeddings()
+    embedding = model.get_input_embeddings()
     tied = head is not None and head.weight is embedding.weight
     parts: dict[str, list[str]] = {}
     for name, parameter in model.named_parameters():

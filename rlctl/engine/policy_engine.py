@@ -130,7 +130,8 @@ class PolicyEngine(Engine):
     """A `TrainEngine` without what depends on how weights are divided. `temperature`: that of sampling."""
 
     def __init__(self, model: Any, ranks: Ranks, *, temperature: float, **settings: Unpack[Settings]) -> None:
-        self._temperature, self._sequence = temperature, settings.get("sequence")
+        self._temperature = temperature
+        self._sequence = settings.get("sequence")
         super().__init__(model, ranks, **settings)
 
     def _wrapped(self, model: Any, **reading: Any) -> PolicyModule:

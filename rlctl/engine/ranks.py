@@ -176,20 +176,24 @@ def join_ranks(
     if "RANK" not in os.environ:
         os.environ |= _SINGLE_RANK_ENV | {_IS_ALONE: "1"}
     local_rank = int(os.environ["LOCAL_RANK"])
-    device, backend = torch.device("cpu"), "gloo"
+    device = torch.device("cpu")
+    backend = "gloo"
     if torch.cuda.is_available():
         if local_rank >= (num_gpus := torch.cuda.device_count()):
             message = f"rank {local_rank} of this machine has no GPU: the machine has {num_gpus}"
             raise UsageError(message, where="trainer.n_gpus_per_node", fix=f"set it to {num_gpus} or less")
-        device, backend = torch.device("cuda", local_rank), "nccl"
+        device = torch.device("cuda", local_rank)
+        backend = "nccl"
         torch.cuda.set_device(device)
     else:
         os.environ.setdefault("DS_ACCELERATOR", "cpu")
     if not dist.is_initialized():
-        timeout, module = timedelta(seconds=timeout_s) + _GRACE, cast(Any, dist.distributed_c10d)
+        timeout = timedelta(seconds=timeout_s) + _GRACE
+        module = cast(Any, dist.distributed_c10d)
         # Groups that DeepSpeed and vLLM form would have 10 minutes with NCCL.
         module.default_pg_timeout = module.default_pg_nccl_timeout = timeout
-        rank, world_size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+        rank = int(os.environ["RANK"])
+        world_size = int(os.environ["WORLD_SIZE"])
         store = _store(rank, world_size, timeout)
         if _at_port():
             _wait_for(store, rank, first)
@@ -273,7 +277,8 @@ def refuse_idle_gpu() -> None:
     if torch.cuda.is_available() or gpus_are_hidden() or not (found := gpus()):
         return
     if torch.version.cuda is None:
-        message, fix = f"torch is built without CUDA, and cannot use {found[0]}", "install torch's CUDA build"
+        message = f"torch is built without CUDA, and cannot use {found[0]}"
+        fix = "install torch's CUDA build"
     else:
         built = f"torch is built for CUDA {torch.version.cuda}"
         message = f"{built}, and finds no GPU, but the driver lists {found[0]}"

@@ -37,7 +37,8 @@ class SequenceParallel:
 
     def __init__(self, group: Any) -> None:
         self._group = group
-        self.size, self.rank = dist.get_world_size(group), dist.get_rank(group)
+        self.size = dist.get_world_size(group)
+        self.rank = dist.get_rank(group)
 
     def install(self, model: Any) -> None:
         """Makes the model's attention exchange tokens for heads.
@@ -62,7 +63,8 @@ class SequenceParallel:
             raise UsageError(message, where=_KEY, fix="set model.attn_implementation to sdpa or varlen")
         # Scatters along dimension 1 and gathers along dimension 2.
         to_heads: Callable[[Tensor, Any], Tensor] = _AllToAll.apply
-        attend, name = ALL_ATTENTION_FUNCTIONS[kernel], f"{kernel}_sequence_parallel"
+        attend = ALL_ATTENTION_FUNCTIONS[kernel]
+        name = f"{kernel}_sequence_parallel"
 
         def exchange_and_attend(
             module: Any, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, **options: Any
@@ -84,7 +86,8 @@ class SequenceParallel:
 
     def own_tokens(self, rows: Rows) -> Rows:
         """This rank's part of packed rows; all ranks of the group call it with the same rows."""
-        inputs, width = rows.inputs, rows.inputs["input_ids"].shape[1]
+        inputs = rows.inputs
+        width = rows.inputs["input_ids"].shape[1]
         more = -width % self.size
         share = (width + more) // self.size
         ids = functional.pad(inputs["input_ids"], (0, more))
@@ -97,7 +100,8 @@ class SequenceParallel:
             diagonal = torch.arange(width, width + more, device=ids.device)
             mask[..., diagonal, diagonal] = True  # a token that attends to nothing would be NaN
         mine = slice(self.rank * share, (self.rank + 1) * share)
-        row, column = rows.states_at // width, rows.states_at % width
+        row = rows.states_at // width
+        column = rows.states_at % width
         scored_at = ((column >= mine.start) & (column < mine.stop)).nonzero().squeeze(1)
         states_at = row[scored_at] * share + column[scored_at] - mine.start
         inputs_here = {"input_ids": ids[:, mine], "position_ids": positions[:, mine], "attention_mask": mask}

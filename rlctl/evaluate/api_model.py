@@ -246,7 +246,8 @@ def _response(content: Any, max_tokens: int, url: str) -> Response | None:
     """
     try:
         choice = content["choices"][0]
-        message, reason = choice["message"], choice.get("finish_reason")
+        message = choice["message"]
+        reason = choice.get("finish_reason")
         text = _text_of(message.get("content"))
         thoughts = _text_of(message.get("reasoning_content") or message.get("reasoning"))
         num_tokens = content["usage"]["completion_tokens"]

@@ -137,7 +137,8 @@ class _Side:
 
     def response(self, key: _Identity) -> str:
         """The first response to a question that is right or wrong as most of its responses are."""
-        graded, is_right = self.questions[key].graded, self.right(key) > 0.5
+        graded = self.questions[key].graded
+        is_right = self.right(key) > 0.5
         return next((sample.response for sample in graded if _is_right(sample) == is_right), "")
 
 
@@ -263,7 +264,8 @@ def _conclusion(figure: Figure) -> str:
 def _warnings(a: _Side, b: _Side) -> Iterator[str]:
     of_a, of_b = a.about, b.about
     for name in sorted(of_a["sampling"].keys() | of_b["sampling"].keys()):
-        in_a, in_b = of_a["sampling"].get(name), of_b["sampling"].get(name)
+        in_a = of_a["sampling"].get(name)
+        in_b = of_b["sampling"].get(name)
         if name not in {"n", "seed"} and in_a != in_b:
             yield f"sampled differently: {name} is {in_a} in A and {in_b} in B"
     if of_a["model"].get("template_sha256") != of_b["model"].get("template_sha256"):
@@ -276,7 +278,8 @@ def _warnings(a: _Side, b: _Side) -> Iterator[str]:
     if any(of_a[name] != of_b[name] for name in ("reward", "reward_files")):
         yield "graded differently: use `--regrade` with one --reward for both"
     for name in ("rlctl", "math-verify"):
-        in_a, in_b = of_a["versions"].get(name), of_b["versions"].get(name)
+        in_a = of_a["versions"].get(name)
+        in_b = of_b["versions"].get(name)
         if in_a != in_b:
             yield f"graded by other versions: {name} is {in_a} in A and {in_b} in B; use `--regrade` for both"
     shared = a.questions.keys() & b.questions.keys()

@@ -67,7 +67,8 @@ def estimate(
     deviations = 0.0 if is_alike else math.fsum((value - mean) ** 2 for value in per_question)
     stderr = math.sqrt(deviations / (count - 1) / count)
     if bounds is not None:
-        lowest, width = bounds[0], bounds[1] - bounds[0]
+        lowest = bounds[0]
+        width = bounds[1] - bounds[0]
         share = min(1.0, max(0.0, (mean - lowest) / width))
         ends = (_wilson(share, deviations / width**2, count, quantile, end) for end in SHARE)
         low, high = (lowest + width * end for end in ends)

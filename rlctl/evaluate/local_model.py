@@ -57,7 +57,9 @@ class LocalModel:
     """
 
     def __init__(self, plan: Plan) -> None:
-        self._request, target, spec = plan.request, plan.target, plan.target.spec
+        self._request = plan.request
+        target = plan.target
+        spec = plan.target.spec
         given = spec or RunSpec(engine=EngineSpec(dtype=native_dtype()[0]))
         self._spec = spec_outside_training(
             given.model_copy(update={"environment": plan.environment}),
@@ -78,7 +80,8 @@ class LocalModel:
             filter_overlong=True,
             chat_template_kwargs=plan.chat_template_kwargs,
         )
-        self.rows, self.prompts = self._questions.rows, self._questions.texts
+        self.rows = self._questions.rows
+        self.prompts = self._questions.texts
         self.identities = self.prompts
         self.num_overlong = self._questions.num_dropped
         self.about_sampling: dict[str, Any] = {"engine": plan.engine, "dtype": self._spec.engine.dtype}
@@ -95,7 +98,8 @@ class LocalModel:
                 json.dumps([text, row.ground_truth, row.extra], sort_keys=True, default=str)
                 for text, row in zip(self.prompts, self.rows, strict=True)
             ]
-        sha256, template = files_hash(self._directory, target.checksums), template_hash(self.tokenizer)
+        sha256 = files_hash(self._directory, target.checksums)
+        template = template_hash(self.tokenizer)
         self.model = {
             "path": target.model_path,
             "run_dir": str(target.run_dir) if target.run_dir else None,

@@ -56,7 +56,9 @@ def _figure_row(
 ) -> TableRow:
     if figure is None:
         return TableRow(name, ("—", "", missing))
-    value, low, high = figure["value"], figure["low"], figure["high"]
+    value = figure["value"]
+    low = figure["low"]
+    high = figure["high"]
     interval = "—" if low is None or high is None else f"{low:{number}} – {high:{number}}"
     is_share = all(0.0 <= end <= 1.0 for end in (value, low, high) if end is not None)
     drawn = (value, low, high) if is_share and name != "mean length" else None
@@ -65,7 +67,8 @@ def _figure_row(
 
 def score_notes(document: Mapping[str, Any]) -> Iterator[str]:
     """Yields notes on how to read the metrics; `document` is `results.json`."""
-    scores, n = document["scores"], document["sampling"]["n"]
+    scores = document["scores"]
+    n = document["sampling"]["n"]
     if any(score["data_source"] == DATA_SOURCE for score in scores):
         yield WRITTEN
     if num_overlong := document["data"]["num_overlong_prompts"]:
@@ -149,7 +152,8 @@ def write_page(
             f"{len(kept):,} of {len(samples):,} responses are on this page: wrong, truncated and failed ones "
             "first, then a random sample of the others. The scores are of all responses (samples.parquet).",
         )
-    model, n = document["model"], document["sampling"]["n"]
+    model = document["model"]
+    n = document["sampling"]["n"]
     tables = []
     for score in document["scores"]:
         rows = [drawn(row, left=4.0, scale=192.0) for row in score_rows(score, n)]
@@ -219,7 +223,8 @@ def _questions(samples: Sequence[EvalSample], kept: Sequence[EvalSample]) -> lis
             }
             for sample in group
         ]
-        index, asked = group[0].question_index, group[0]
+        index = group[0].question_index
+        asked = group[0]
         question = {"index": index, "source": asked.data_source, "prompt": asked.prompt}
         question |= {"truth": asked.ground_truth, "responses": responses}
         questions.append(question | {"right": right[index], "of": everything[index]})

@@ -139,7 +139,8 @@ def check_request(request: EvaluateRequest) -> Plan:
         or (target.spec is not None and target.spec.data.continue_final_message),
     )
     if request.limit is not None:
-        seen, first = Counter[str](), []
+        seen = Counter[str]()
+        first = []
         for row in questions.rows:
             seen[row.data_source] += 1
             if seen[row.data_source] <= request.limit:
@@ -270,7 +271,8 @@ def chosen_reward(own: RewardSpec, name: str | None) -> RewardSpec:
         SpecError: the YAML file is not a valid spec.
     """
     if name is not None and name.endswith((".yaml", ".yml")):
-        own, name = load_spec(files=[Path(name)], left_open=LEFT_TO_THE_USER).spec.reward, None
+        own = load_spec(files=[Path(name)], left_open=LEFT_TO_THE_USER).spec.reward
+        name = None
     values = own.model_dump() | {"overlong": OverlongSpec()}
     if name is not None:
         is_own = absolute_name(name) == absolute_name(own.name)

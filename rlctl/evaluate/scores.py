@@ -58,7 +58,8 @@ def score_range(reward: RewardSpec, samples: Sequence[EvalSample] = ()) -> Range
             if ends is None:
                 return None
             weighted = sorted(term.weight * end for end in ends)
-            least, most = least + weighted[0], most + weighted[1]
+            least = least + weighted[0]
+            most = most + weighted[1]
     slack = _ROUNDING * max(1.0, abs(least), abs(most))
     is_inside = all(least - slack <= reward <= most + slack for reward in _rewards(samples))
     return (least, most) if is_inside and least < most else None
@@ -115,7 +116,8 @@ class Question:
         `maj@n` (n > 1): reward of the most frequent answer among the first n graded samples.
         """
         rewards = _rewards(self.graded)
-        count, right = len(rewards), sum(reward >= RIGHT for reward in rewards)
+        count = len(rewards)
+        right = sum(reward >= RIGHT for reward in rewards)
         values: dict[str, float | None] = {"avg": _mean(rewards) if rewards else None}
         values |= {f"pass@{k}": pass_at_k(count, right, k) if count >= k else None for k in ks}
         if n > 1:

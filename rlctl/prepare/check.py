@@ -284,7 +284,8 @@ class _FileCheck:
         )
 
     def _check_lengths(self, usable: Sequence[tuple[Record, MeasuredRow]]) -> None:
-        probes, unit = self._probes, self._probes.measured.unit
+        probes = self._probes
+        unit = self._probes.measured.unit
         context = probes.lengths.context if probes.lengths else None
         for record, measured in usable:
             length = measured.num_tokens if probes.lengths else characters(measured.row)

@@ -112,7 +112,8 @@ def decide(
     if request.leakage != "off":
         _leaks(request, against, staging, decision, progress)
     if lengths is not None:
-        measured, tokens = LengthQuantiles("tokens"), staging.key("tokens")
+        measured = LengthQuantiles("tokens")
+        tokens = staging.key("tokens")
         measured.add(tokens[decision.is_kept].tolist())
         decision.report["lengths"] |= measured.to_json()
         decision.findings += template_findings(lengths.renderer)
@@ -177,7 +178,8 @@ def _row_keys(staging: Staging, rows: NDArray[np.int64]) -> NDArray[np.uint64]:
 
 
 def _lengths(request: PrepareRequest, staging: Staging, decision: Decision) -> None:
-    tokens, limit = staging.key("tokens"), request.max_prompt_length
+    tokens = staging.key("tokens")
+    limit = request.max_prompt_length
     over = np.flatnonzero(decision.is_kept & (tokens > (np.inf if limit is None else limit)))
     kind = "overlong"
     if request.overlong == "drop":
@@ -189,14 +191,16 @@ def _lengths(request: PrepareRequest, staging: Staging, decision: Decision) -> N
 
 def _duplicates(request: PrepareRequest, staging: Staging, decision: Decision) -> None:
     here = np.flatnonzero(decision.is_kept)
-    split, answers = staging.key("split"), staging.key("answer")
+    split = staging.key("split")
+    answers = staging.key("answer")
     keys = _row_keys(staging, here)
     of_question = repeated(keys)
     is_other = answers[here[of_question[0]]] != answers[here[of_question[1]]]
     disputing, disputed_rows = (here[rows][is_other] for rows in of_question)
     num_disputed = int(is_other.sum())
     pairs = repeated(with_answers(keys, answers[here]))
-    later, first = here[pairs[0]], here[pairs[1]]
+    later = here[pairs[0]]
+    first = here[pairs[1]]
     decision.report["duplicates"] = {
         "rows": len(later),
         "word_for_word": int((split[later] == split[first]).sum()),
@@ -219,7 +223,8 @@ def _duplicates(request: PrepareRequest, staging: Staging, decision: Decision) -
 
 def _near_duplicates(request: PrepareRequest, staging: Staging, decision: Decision) -> None:
     is_left = decision.is_kept
-    num_rows, here = int(is_left.sum()), np.flatnonzero(is_left)
+    num_rows = int(is_left.sum())
+    here = np.flatnonzero(is_left)
     is_left[here[repeated(staging.key("exact")[here])[0]]] = False  # exact repetitions are counted elsewhere
     later, first = nearly_repeated(
         (block.first_row + int(place), normalise(question))

@@ -95,7 +95,8 @@ def row_finding(
     else:
         sentence = f"{rows(count)} {agree(count, words)}" if total is None else share(count, total, words)
     first = tuple(examples[:EXAMPLES_SHOWN])
-    code, fix = entry.get("code", kind), entry.get("fix", "")
+    code = entry.get("code", kind)
+    fix = entry.get("fix", "")
     return [DataFinding(code, entry["severity"], sentence, count, first, fix)]
 
 

@@ -110,7 +110,8 @@ class _Known:
 
 def _read(questions: Iterable[str], common_share: float) -> tuple[_Known, NDArray[np.int64]]:
     """The questions of a file, and the n-grams that more than a share of them have in common."""
-    exact, masked = set[int](), set[int]()
+    exact = set[int]()
+    masked = set[int]()
 
     def ngrams() -> Iterator[int]:
         for keys in map(_keys_of, questions):
@@ -174,5 +175,6 @@ def questions_of(file: NamedFile) -> Iterator[str]:
         try:
             yield recipe.question(record, file.source.name)
         except RowError as error:
-            message, fix = f"no question can be read from this row: {error}", "correct or remove it"
+            message = f"no question can be read from this row: {error}"
+            fix = "correct or remove it"
             raise UsageError(message, where=record.where, fix=fix) from None

@@ -88,7 +88,8 @@ class PromptLengths:
 
     def measure(self, rows: Sequence[Row]) -> list[MeasuredRow]:
         """Measures the rows in tokens."""
-        texts, problems = [""] * len(rows), [""] * len(rows)
+        texts = [""] * len(rows)
+        problems = [""] * len(rows)
         for index, row in enumerate(rows):
             try:
                 texts[index] = self.renderer.text(row)
@@ -164,7 +165,8 @@ class LengthQuantiles:
 
     def summary(self) -> dict[str, int]:
         """Minimum, quantiles (lengths that at least this share of the prompts do not exceed) and maximum."""
-        names, shares = ("min", "p50", "p90", "p99", "max"), (0.0, 0.5, 0.9, 0.99, 1.0)
+        names = ("min", "p50", "p90", "p99", "max")
+        shares = (0.0, 0.5, 0.9, 0.99, 1.0)
         found = np.quantile(self._lengths, shares, method="inverted_cdf") if self.total else np.zeros(5)
         return dict(zip(names, map(int, found), strict=True))
 
@@ -204,7 +206,8 @@ def show_rows(
     """
     shown: list[RenderedRow] = []
     rows: list[Row] = []
-    last, number = first + count - 1, 0
+    last = first + count - 1
+    number = 0
     read = chain.from_iterable(map(read_rows, find_sources([file])))
     for number, (record, row, problem) in enumerate(read, 1):
         if first <= number <= last:

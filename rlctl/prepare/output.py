@@ -78,7 +78,8 @@ def write_shard(
                 if number is not None:
                     text = pa.large_string()
                     of_rows = pa.array(number[rows[low:high]]).cast(text)
-                    file, colon = pa.scalar(block.source.name, text), pa.scalar(":", text)
+                    file = pa.scalar(block.source.name, text)
+                    colon = pa.scalar(":", text)
                     written = written.append_column(PLACE, pc.binary_join_element_wise(file, of_rows, colon))
                 writer.add(written)
 

@@ -100,7 +100,8 @@ class _Planned:
 
 def _plan(request: PrepareRequest) -> _Planned:
     limit_for_fraction(request.val_fraction)
-    sources, against = find_sources(request.sources), find_named(request.against)
+    sources = find_sources(request.sources)
+    against = find_named(request.against)
     recipe = request.recipe or Recipe()
     options = (recipe.data_source, recipe.system_prompt, recipe.instruction)
     for text in [str(request.out), *(str(source.path) for source in sources), *filter(None, options)]:
@@ -244,7 +245,8 @@ def _take_in(
                     entry = {"file": str(bad.path), "row": bad.number, "reason": bad.problem, "raw": bad.raw}
                     quarantine.write(json.dumps(entry) + "\n")
             for index, placeholder in done.placeholders.items():
-                row, where = staging.num_rows + index, f"{block.path}:{done.keys['number'][index]}"
+                row = staging.num_rows + index
+                where = f"{block.path}:{done.keys['number'][index]}"
                 if placeholder == NO_ANSWER:
                     missing.append((row, where))
                 elif request.check_graders or request.no_answer == "drop":

@@ -34,7 +34,8 @@ _TEXT_OPCODES = {"PROTO", "FRAME", "MEMOIZE", "PUT", "BINPUT", "LONG_BINPUT", "S
 
 def humaneval(values: Values, prompt_key: str, answer_key: str) -> Row:
     """A function's head, and `check(candidate)` with asserts; the ground truth also calls it."""
-    test, name = given_answer(lookup(values, answer_key), answer_key), lookup(values, "entry_point")
+    test = given_answer(lookup(values, answer_key), answer_key)
+    name = lookup(values, "entry_point")
     if not isinstance(name, str) or not name.isidentifier():
         raise RowError(f"column 'entry_point' is {name!r}, not the name of a function")
     head = given_answer(lookup(values, prompt_key), prompt_key)
@@ -61,7 +62,8 @@ def apps(values: Values, prompt_key: str, answer_key: str) -> Row:
     tests = _json(lookup(values, answer_key), answer_key) or {}
     if not isinstance(tests, dict):
         raise RowError(f"column {answer_key!r} is {kind_of(tests)}, not an object with inputs and outputs")
-    name, inputs = tests.get("fn_name"), tests.get("inputs")
+    name = tests.get("fn_name")
+    inputs = tests.get("inputs")
     given = {"inputs": inputs, "outputs": tests.get("outputs")} | ({"fn_name": name} if name else {})
     truth = json.dumps(given, ensure_ascii=False) if inputs else ""
     return _row(_asked(values, prompt_key), truth)

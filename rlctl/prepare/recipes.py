@@ -90,7 +90,8 @@ def _final_number(solution: str) -> str:
 
 def _countdown(values: Values, prompt_key: str, answer_key: str) -> Row:
     """Numbers, and a target to reach with them; the ground truth contains both, as JSON."""
-    numbers, target = listed(lookup(values, prompt_key)), lookup(values, answer_key)
+    numbers = listed(lookup(values, prompt_key))
+    target = lookup(values, answer_key)
     if isinstance(target, str) and target.strip().isdecimal():  # of a table of texts
         target = int(target)
     if not isinstance(numbers, list) or not numbers or not all(map(is_integer, numbers)):
@@ -117,7 +118,8 @@ def _choices(value: Any) -> tuple[list[str], list[str]]:
     texts, labels = value, None
     if isinstance(value, Mapping):
         if isinstance(value.get("text"), list):
-            texts, labels = value["text"], value.get("label")
+            texts = value["text"]
+            labels = value.get("label")
         else:
             labels = [label for label, text in value.items() if text is not None]  # a struct has nulls
             texts = [value[label] for label in labels]
@@ -182,11 +184,9 @@ def _dapo_math(values: Values, prompt_key: str, answer_key: str) -> Row:
 
 def _trl(values: Values, prompt_key: str, answer_key: str) -> Row:
     """A prompt and an answer column, and perhaps `ability` and `style`."""
-    parsed, ability, style = (
-        _plain(values, prompt_key, answer_key),
-        values.get("ability"),
-        values.get("style"),
-    )
+    parsed = _plain(values, prompt_key, answer_key)
+    ability = values.get("ability")
+    style = values.get("style")
     if not ability and not style:
         return parsed
     return replace(parsed, ability=text_of(ability), style=text_of(style) or "rule")
@@ -210,7 +210,8 @@ def reply_of(completion: list[Any]) -> Any:
 
 def _alpaca(values: Values, prompt_key: str, answer_key: str) -> Row:
     """An instruction, perhaps with an input, and the output."""
-    parsed, input_text = _plain(values, prompt_key, answer_key), text_of(values.get("input")).strip()
+    parsed = _plain(values, prompt_key, answer_key)
+    input_text = text_of(values.get("input")).strip()
     if not input_text:
         return parsed
     *before, last = parsed.prompt
@@ -526,7 +527,9 @@ class Recipe:
             RowError: the record lacks a column, or a column has an invalid value.
         """
         check_media(values)
-        layout, record, values = layout_named(self.name), values, with_known_names(values)
+        layout = layout_named(self.name)
+        record = values
+        values = with_known_names(values)
         parsed = _read(layout, values, self.prompt_key or "", self.answer_key or "")
         messages = parsed.prompt
         check_last_turn(messages, continue_final_message=self.continue_final_message)

@@ -361,7 +361,8 @@ def _slices(batch: Any) -> Iterator[Any]:
 
 def _arrow_rows(path: Path, batches: Iterable[Any]) -> Iterator[tuple[int, ArrowRows]]:
     """Number of the last row, and the rows, of each batch."""
-    number, left = 0, iter(batches)
+    number = 0
+    left = iter(batches)
     while True:
         with bounded_memory(path):
             batch = next(left, None)

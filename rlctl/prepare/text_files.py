@@ -24,7 +24,8 @@ CODECS = {".gz": "gzip", ".zst": "zstd", ".bz2": "bz2"}
 #: Number of first bytes of a file that are used to recognise its format.
 HEAD_BYTES = 1 << 16
 #: A longer line is not read into memory, and neither is a longer JSON document.
-MAX_LINE_BYTES, MAX_DOCUMENT_BYTES = 64 << 20, 1 << 30
+MAX_LINE_BYTES = 64 << 20
+MAX_DOCUMENT_BYTES = 1 << 30
 #: Keys under which JSON files store a list of rows.
 CONTAINERS = {"data", "rows", "examples", "instances", "items", "records", "samples", "questions", "problems"}
 
@@ -40,7 +41,8 @@ _NOT_TEXT = {
     b"\xfd7zXZ": "compressed by xz: unpack it",
     **dict.fromkeys((codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE, codecs.BOM_UTF32_BE), _UTF_16),
 }
-_LONG_NUMBER, _SPACED_COLON = re.compile(rb"\d{19}"), re.compile(rb"\s:")
+_LONG_NUMBER = re.compile(rb"\d{19}")
+_SPACED_COLON = re.compile(rb"\s:")
 _CONTAINER = re.compile(rb'\s*\{\s*"(?i:' + "|".join(CONTAINERS).encode() + rb')"\s*:\s*\[')
 
 
@@ -208,7 +210,8 @@ def _rows_in(path: Path, value: Any) -> list[Any]:
 
 def _are_columns(values: list[Any]) -> bool:
     """Whether these are lists of one length, or objects with the same keys, and the first holds scalars."""
-    first, kind = values[0], type(values[0])
+    first = values[0]
+    kind = type(values[0])
     if kind not in (dict, list) or not all(isinstance(value, kind) and value for value in values):
         return False
     same = all((list(v) == list(first)) if kind is dict else (len(v) == len(first)) for v in values)

@@ -54,7 +54,8 @@ def build_vllm(context: EngineContext) -> VLLMRollout | VLLMServerRollout:
     Raises:
         EnvironmentFailure, UsageError: vLLM is not available here, or does not support the model.
     """
-    spec, rollout = context.spec, context.spec.rollout
+    spec = context.spec
+    rollout = context.spec.rollout
     if context.model is None:
         num_gpus = rollout.tensor_model_parallel_size
         shards = {"tensor_parallel_size": num_gpus} if 1 < num_gpus <= torch.cuda.device_count() else {}
@@ -113,8 +114,10 @@ def replica_settings(spec: RunSpec, *, reads_images: bool = False) -> ReplicaSet
     Raises:
         UsageError: there are not enough GPUs in addition to the trainer's.
     """
-    rollout, trainers = spec.rollout, spec.trainer.n_gpus_per_node
-    server, on_gpus = rollout.server, torch.cuda.is_available()
+    rollout = spec.rollout
+    trainers = spec.trainer.n_gpus_per_node
+    server = rollout.server
+    on_gpus = torch.cuda.is_available()
     here = 0 if server.is_placed_by_ray else server.replicas
     theirs = here * rollout.tensor_model_parallel_size
     if on_gpus and trainers + theirs > (visible := torch.cuda.device_count()):
@@ -141,9 +144,11 @@ def replica_settings(spec: RunSpec, *, reads_images: bool = False) -> ReplicaSet
 
 
 def _on_servers(context: EngineContext) -> VLLMServerRollout:
-    spec, server = context.spec, context.spec.rollout.server
+    spec = context.spec
+    server = context.spec.rollout.server
     broadcasts = spec.broadcasts_weights(on_gpus=context.device.type == "cuda")
-    by_ray, is_main = server.is_placed_by_ray, context.rank == 0
+    by_ray = server.is_placed_by_ray
+    is_main = context.rank == 0
     # The first rank of every node starts servers there, because other nodes cannot read files of this node.
     on_nodes = spec.trainer.nnodes if broadcasts and not (by_ray or server.urls) else 1
     node, local_rank = divmod(context.rank, spec.trainer.n_gpus_per_node)
@@ -200,7 +205,8 @@ def _ray_hosts(spec: RunSpec, broadcasts: bool) -> contextlib.AbstractContextMan
     Raises:
         UsageError: the other machines of the cluster could not read new weights.
     """
-    server, on_gpus = spec.rollout.server, torch.cuda.is_available()
+    server = spec.rollout.server
+    on_gpus = torch.cuda.is_available()
     if not (broadcasts or server.weights_dir):
         raise UsageError(
             "servers on other machines cannot read weights in the shared memory of this machine",
@@ -254,10 +260,8 @@ def reachable(urls: list[str], seconds: float, *, lora_rank: int = 0, in_flight:
             try:
                 health = ask("GET", f"{url}/health", 5)
                 if health.status_code == HTTPStatus.UNAUTHORIZED:
-                    message, fix = (
-                        "the server has another key",
-                        f"set {KEY} to the one that it was started with",
-                    )
+                    message = "the server has another key"
+                    fix = f"set {KEY} to the one that it was started with"
                     raise EnvironmentFailure(message, where=f"rollout.server.urls: {url}", fix=fix)
                 if health.is_success:
                     backends.append(_check_settings(url, lora_rank, in_flight=in_flight))

@@ -38,7 +38,8 @@ def close_group_ports() -> int:
         The number of ports that were closed.
     """
     pythons = {each.fileno() for each in gc.get_objects() if type(each) is socket.socket}
-    store, count = os.environ.get("MASTER_PORT"), 0
+    store = os.environ.get("MASTER_PORT")
+    count = 0
     for number in _sockets():
         with contextlib.suppress(OSError):  # closed meanwhile
             if number in pythons:

@@ -53,7 +53,8 @@ class Completion:
 
     def turn(self, sampling: Sampling, policy_version: int) -> Turn:
         """The same as tensors; a turn with an incomplete kept set counts as aborted and is not trained on."""
-        token_ids, log_probs = torch.from_numpy(self.token_ids), torch.from_numpy(self.log_probs)
+        token_ids = torch.from_numpy(self.token_ids)
+        log_probs = torch.from_numpy(self.log_probs)
         versions = torch.full_like(token_ids, policy_version)
         if self.versions is not None:
             versions = torch.from_numpy(self.versions)
@@ -79,7 +80,8 @@ class Completion:
             return np.empty(0, np.int64), np.empty(0, np.int64), np.empty(0, np.float32)
         counts, ids, log_probs = self.listed
         position = np.repeat(np.arange(len(counts)), counts)
-        is_first, is_sampled = np.diff(position, prepend=-1) > 0, ids == self.token_ids[position]
+        is_first = np.diff(position, prepend=-1) > 0
+        is_sampled = ids == self.token_ids[position]
         occurs_again = np.zeros(len(counts), dtype=bool)
         occurs_again[position[is_sampled & ~is_first]] = True
         is_double = is_sampled & is_first & occurs_again[position]

@@ -111,7 +111,8 @@ def spec_outside_training(
         }
     )
     if "colocated" not in spec.rollout_engine.modes:
-        message, fix = f"{name} runs only in servers", "choose another engine, such as hf"
+        message = f"{name} runs only in servers"
+        fix = "choose another engine, such as hf"
         raise UsageError(message, where="rollout.mode", fix=fix)
     if problems := param_problems(ROLLOUT_ENGINES, name, "rollout.engine_params", rollout.engine_params):
         raise SpecError(problems)

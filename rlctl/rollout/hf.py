@@ -120,7 +120,8 @@ class HFRollout:
             shares=divides,
             window=shortest_window(self._model.config.get_text_config()) - longest,
         )
-        prompt_ids, prompt_mask = prompt_ids.to(self._device), prompt_mask.to(self._device)
+        prompt_ids = prompt_ids.to(self._device)
+        prompt_mask = prompt_mask.to(self._device)
         sampler = RecordingSampler(requests, sampling, self._eos_ids, self._device)
         config = GenerationConfig(
             max_length=prompt_ids.shape[1] + sampler.tokens.shape[1],
@@ -132,9 +133,11 @@ class HFRollout:
         body = body_of(self._model)
         routing = Routing(Mixture.of(body, REPLAY)) if sampling.with_experts else None
         with routing or contextlib.nullcontext():
-            first, is_read = prompt_ids[:, :shared], prompt_mask[:, :shared]
+            first = prompt_ids[:, :shared]
+            is_read = prompt_mask[:, :shared]
             cache = shared_prefix(body, first, is_read, (is_read.cumsum(1) - 1).clamp_(min=0))
-            token_ids, mask = prompt_ids, prompt_mask.long()
+            token_ids = prompt_ids
+            mask = prompt_mask.long()
             while True:
                 found = self._model.generate(
                     token_ids,
@@ -147,7 +150,8 @@ class HFRollout:
                 rows = sampler.go_on()
                 if not len(rows):
                     break
-                token_ids, cache = found.sequences[rows], found.past_key_values
+                token_ids = found.sequences[rows]
+                cache = found.past_key_values
                 mask = functional.pad(mask[rows], (0, token_ids.shape[1] - mask.shape[1]), value=1)
                 cache.batch_select_indices(rows)
         turns = sampler.turns(policy_version)
@@ -206,8 +210,11 @@ def _in_columns(
         Token ids (B, P) int64; the mask (B, P) bool of those that are not padding; columns of the first part.
     """
     lengths = torch.tensor([len(row) for row in rows])
-    flat, ids = Segments(lengths), torch.tensor([*chain.from_iterable(rows)])
-    cost, width, cuts = len(rows) * int(lengths.max()), 0, torch.zeros_like(lengths)
+    flat = Segments(lengths)
+    ids = torch.tensor([*chain.from_iterable(rows)])
+    cost = len(rows) * int(lengths.max())
+    width = 0
+    cuts = torch.zeros_like(lengths)
     common = equal_beginnings(flat.padded(ids, -1)).sum(1)
     # with the row before; every row goes on with a token of its own
     common = functional.pad(common, (1, 0)).minimum(lengths - 1).minimum(lengths.roll(1) - 1)
@@ -252,7 +259,8 @@ class RecordingSampler(LogitsProcessor):  # type: ignore[misc]  # transformers i
     ) -> None:
         """Draws all random numbers."""
         limits = [request.limit(sampling) for request in requests]
-        seeds, generator = [request.seed for request in requests], torch.Generator()
+        seeds = [request.seed for request in requests]
+        generator = torch.Generator()
         drawn = [uniforms(seed, limit, generator) for seed, limit in zip(seeds, limits, strict=True)]
         self._uniforms = pad_sequence(drawn, batch_first=True).to(device)
         self._limits = torch.tensor(limits, device=device)
@@ -270,7 +278,9 @@ class RecordingSampler(LogitsProcessor):  # type: ignore[misc]  # transformers i
 
     def __call__(self, input_ids: Tensor, scores: Tensor) -> Tensor:
         """Sets (B, V) `scores` in place to zero at the chosen token and to -inf elsewhere."""
-        position, running, rows = self.num_steps, self._running[self.rows], self.rows
+        position = self.num_steps
+        running = self._running[self.rows]
+        rows = self.rows
         self.num_steps += 1
         if self._sampling.with_kept:
             self._keep(position, scores, running)
@@ -284,7 +294,8 @@ class RecordingSampler(LogitsProcessor):  # type: ignore[misc]  # transformers i
         if count := self._sampling.num_most_likely:
             highest = log_probs.topk(min(count, log_probs.shape[-1]))
             shape = len(self.lengths), highest.values.shape[1]
-            ids, values = self.tokens.new_zeros(shape, dtype=torch.int32), log_probs.new_zeros(shape)
+            ids = self.tokens.new_zeros(shape, dtype=torch.int32)
+            values = log_probs.new_zeros(shape)
             ids[rows], values[rows] = highest.indices.int(), highest.values
             self._most_likely.append((ids, values))
         self.lengths[rows] += running

@@ -128,7 +128,8 @@ class Replicas:
         self._replicas = [
             _Replica(index, host, log_dir / f"engine-{index}.log") for index, host in enumerate(all_hosts)
         ]
-        self._restarts_left, self._patience = self._server.max_restarts, self._server.answer_timeout
+        self._restarts_left = self._server.max_restarts
+        self._patience = self._server.answer_timeout
         self._failure: RunFailure | None = None
         self._is_closing = threading.Event()
         self._watcher = threading.Thread(target=self._watch, name="replicas", daemon=True)
@@ -235,7 +236,8 @@ class Replicas:
         self._launch(replica)
 
     def _launch(self, replica: _Replica) -> None:
-        settings, model = self._settings, self._model()
+        settings = self._settings
+        model = self._model()
         arguments = [*SERVE, *settings.arguments(model), "--host", replica.host.host]
         arguments += ["--port", str(replica.host.port)]
         # Weight sync is an endpoint of vLLM's development mode.
@@ -251,7 +253,8 @@ class Replicas:
         replica.host.start(arguments, environment, model, replica.log)
 
     def _gpus(self, index: int) -> list[str]:
-        size, first = self._settings.options.get("tensor_parallel_size", 1), self._settings.first_gpu or 0
+        size = self._settings.options.get("tensor_parallel_size", 1)
+        first = self._settings.first_gpu or 0
         visible = os.environ.get("CUDA_VISIBLE_DEVICES")
         names = visible.split(",") if visible else [str(gpu) for gpu in range(first + (index + 1) * size)]
         return names[first + index * size : first + (index + 1) * size]

@@ -35,7 +35,8 @@ class ReportedWeights:
         if scope["type"] != "http" or _has_siblings(scope):
             await self._app(scope, receive, send)
             return
-        path, values = scope["path"], dict[str, Any]()
+        path = scope["path"]
+        values = dict[str, Any]()
         if path in {_SETS, _CALLS_WORKERS}:
             receive, values = await _read(receive)
         if path in _REPLACES and values.get("method") not in _HARMLESS:
@@ -62,7 +63,8 @@ def _has_siblings(scope: Mapping[str, Any]) -> bool:
 
 async def _read(receive: Callable[[], Awaitable[Any]]) -> tuple[Callable[[], Awaitable[Any]], dict[str, Any]]:
     """A function that yields the messages of a request once more, and the values of its body."""
-    messages, body = list[Any](), b""
+    messages = list[Any]()
+    body = b""
     while not messages or messages[-1].get("more_body"):
         messages.append(await receive())
         body += messages[-1].get("body", b"")

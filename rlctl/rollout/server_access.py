@@ -64,7 +64,8 @@ class EngineProgress:
         """
         with contextlib.suppress(httpx.ReadTimeout, httpx.WriteTimeout):
             lines = ask("GET", f"{self._url}/metrics", timeout).text.splitlines()
-            before, self._counted = self._counted, "".join(filter(_counts_tokens, lines))
+            before = self._counted
+            self._counted = "".join(filter(_counts_tokens, lines))
             if before != self._counted:
                 return True
             return ask("POST", f"{self._url}/v1/completions", timeout, ONE_TOKEN).is_success
@@ -85,7 +86,8 @@ class RequireKey:
     """
 
     def __init__(self, app: Callable[..., Awaitable[None]]) -> None:
-        self._app, self._expected = ReportedWeights(app), f"Bearer {os.environ[KEY]}".encode()
+        self._app = ReportedWeights(app)
+        self._expected = f"Bearer {os.environ[KEY]}".encode()
         self._host = os.environ.get(HOST, "").encode()
 
     async def __call__(self, scope: dict[str, Any], receive: Any, send: Any) -> None:

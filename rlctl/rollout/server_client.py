@@ -66,8 +66,10 @@ class ServerClient:
         self.answer_timeout = settings.answer_timeout if settings.urls else math.inf
         self._tls = httpx.create_ssl_context()  # takes 15 ms, so all clients share it
         self._unused = list[httpx.AsyncClient]()
-        self._watching, self._num_watched = list[asyncio.Task[None]](), 0
-        self._loop, self._is_closed = asyncio.new_event_loop(), False
+        self._watching = list[asyncio.Task[None]]()
+        self._num_watched = 0
+        self._loop = asyncio.new_event_loop()
+        self._is_closed = False
         # The watchdog monitors threads of this name. It never ends, so that a late call is refused.
         threading.Thread(target=self._loop.run_forever, name="rollouts-http", daemon=True).start()
 
@@ -197,7 +199,8 @@ class ServerClient:
         async def all_of_it() -> list[_Result]:
             return await asyncio.gather(*work)
 
-        results, watching = asyncio.create_task(all_of_it()), self._watching
+        results = asyncio.create_task(all_of_it())
+        watching = self._watching
         try:
             await asyncio.wait([results, *watching], return_when=asyncio.FIRST_COMPLETED)
             if not results.done():
@@ -220,7 +223,8 @@ async def _until_silent(url: str, patience: float) -> None:
     Raises:
         RunFailure: the engine has produced no token for `patience` seconds.
     """
-    interval, progress = probe_interval(patience), EngineProgress(url)
+    interval = probe_interval(patience)
+    progress = EngineProgress(url)
     heard = time.monotonic()
     while (silence := time.monotonic() - heard) < patience:
         await asyncio.sleep(interval)

@@ -49,7 +49,8 @@ class LocalHost:
 
     def __init__(self, host: str) -> None:
         try:
-            self.host, self.port = host, free_port(host)
+            self.host = host
+            self.port = free_port(host)
         except OSError as error:
             raise UsageError(
                 f"vLLM servers cannot listen at {host}, no address of this machine: {error.strerror}",

@@ -37,11 +37,14 @@ class TensorParallelGroup:
     """
 
     def __init__(self, size: int) -> None:
-        all_ranks, own = list(range(dist.get_world_size())), dist.get_rank()
+        all_ranks = list(range(dist.get_world_size()))
+        own = dist.get_rank()
         # `new_group` must be called for every group on every rank. gloo exchanges token lists in host memory.
         parts = [all_ranks[first : first + size] for first in all_ranks[::size]]
         groups = [dist.new_group(part, backend="gloo") for part in parts]
-        self._group, self._rank, self._size = groups[own // size], own % size, size
+        self._group = groups[own // size]
+        self._rank = own % size
+        self._size = size
 
     def ask(self, asked: list[Asked], answer: Answer, version: int | None) -> list[Any]:
         """Runs one round and returns the outputs of this rank's requests.

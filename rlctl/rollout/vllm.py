@@ -95,7 +95,8 @@ class VLLMRollout(CompletionRollout):
                 from vllm import LLM
         except Exception as error:  # the import loads drivers, operators and other packages
             raise vllm_missing(error) from error
-        self._expected, self._sleeps = expected, sleeps and torch.cuda.is_available()
+        self._expected = expected
+        self._sleeps = sleeps and torch.cuda.is_available()
         self._adapters = VersionedDir(None) if expected and options.get("enable_lora") else None
         num_ranks = options.get("tensor_parallel_size", 1) if expected else 1
         try:
@@ -221,7 +222,8 @@ class VLLMRollout(CompletionRollout):
         """
         from vllm.lora.request import LoRARequest
 
-        engine, before = self._llm.llm_engine, self._adapter
+        engine = self._llm.llm_engine
+        before = self._adapter
         number = before.lora_int_id + 1 if before else 1
         path = str(versions.publish(f"adapter-{number}", adapter.save))
         self._adapter = LoRARequest(path, number, path)
@@ -271,8 +273,10 @@ def completion_of(output: Any, *, has_lists: bool) -> Completion:
         RunFailure: log-probs are not those of the sampled tokens.
     """
     token_ids = np.array(output.token_ids, dtype=np.int64)
-    flat, starts = output.logprobs, np.array(output.logprobs.start_indices, dtype=np.int64)
-    ids, log_probs = np.array(flat.token_ids, dtype=np.int64), np.array(flat.logprobs, dtype=np.float32)
+    flat = output.logprobs
+    starts = np.array(output.logprobs.start_indices, dtype=np.int64)
+    ids = np.array(flat.token_ids, dtype=np.int64)
+    log_probs = np.array(flat.logprobs, dtype=np.float32)
     if not np.array_equal(ids[starts], token_ids):
         raise RunFailure("vLLM's log-probs are not those of the tokens that it sampled", where="engine vllm")
     listed = (np.diff(starts, append=len(ids)), ids, log_probs) if has_lists else None

@@ -48,9 +48,12 @@ class VLLMServerRollout(CompletionRollout):
     ) -> None:
         super().__init__(context.tokenizer, context.model.generation_config, policy_version=None)
         self._client, self._weights, self._held = client, weights, held
-        self._urls, self._rank, self._in_flight = client.urls, context.rank, context.spec.rollout.in_flight
+        self._urls = client.urls
+        self._rank = context.rank
+        self._in_flight = context.spec.rollout.in_flight
         # The trainer's own requests do not wait for those in flight, here or at the servers.
-        self._slots, self._slots_in_flight = asyncio.Semaphore(CONNECTIONS), asyncio.Semaphore(CONNECTIONS)
+        self._slots = asyncio.Semaphore(CONNECTIONS)
+        self._slots_in_flight = asyncio.Semaphore(CONNECTIONS)
         self._calls = count()
         self._num_repeated = 0  # requests that were repeated, because their server failed
 
@@ -163,7 +166,8 @@ class VLLMServerRollout(CompletionRollout):
                 if await self._client.repeated(self._weights.is_current, url):
                     raise
                 return ServerFailed(refusal.what, where=url)  # it does not know the adapter any more
-        answer, unknown = response.content, ServerFailed(_UNKNOWN, where=url)
+        answer = response.content
+        unknown = ServerFailed(_UNKNOWN, where=url)
         if not (self._in_flight or is_from(response.headers, self._weights.newest.tag)):
             return unknown
         try:
@@ -180,7 +184,8 @@ class VLLMServerRollout(CompletionRollout):
 
     def _request(self, request: Request, sampling: Sampling, *, is_ahead: bool) -> tuple[str, dict[str, Any]]:
         """Path and body of a request."""
-        weights, parameters = self._weights, self._parameters(sampling, request)
+        weights = self._weights
+        parameters = self._parameters(sampling, request)
         if not self._in_flight:
             body: dict[str, Any] = {
                 "model": weights.newest.adapter or MODEL_NAME,
@@ -228,7 +233,8 @@ def _check(completion: Completion, limit: int) -> None:
 def completion_of(answer: bytes, *, has_lists: bool) -> Completion:
     """Converts a server's answer to one request."""
     [choice] = json.loads(answer)["choices"]
-    token_ids, log_probs = np.array(choice["token_ids"], dtype=np.int64), choice["logprobs"]
+    token_ids = np.array(choice["token_ids"], dtype=np.int64)
+    log_probs = choice["logprobs"]
     lists = log_probs.get("top_logprobs") if has_lists else None
     listed = None
     if lists and all(lists) and next(iter(lists[0])).startswith("token_id:"):
@@ -258,7 +264,8 @@ def generated(answer: bytes, versions: Mapping[str, int]) -> Completion | None:
     if "weight_versions" not in choice:
         message, fix = "the server does not report which weights sampled a token", "use vLLM 0.32 or newer"
         raise RunFailure(message, where="rollout.in_flight", fix=fix)
-    spans, tokens = choice["weight_versions"] or [], choice["logprobs"]["content"]
+    spans = choice["weight_versions"] or []
+    tokens = choice["logprobs"]["content"]
     known = [versions.get(span["version"]) for span in spans]
     lengths = [span["end"] - span["start"] for span in spans]
     if None in known or sum(lengths) != len(tokens):

@@ -166,13 +166,16 @@ class _GlooGroup:
     """The same over gloo; on one machine, its members meet at a file that only their user can read."""
 
     def __init__(self, urls: list[str], world_size: int) -> None:
-        self.world_size, self._held = world_size, contextlib.ExitStack()
+        self.world_size = world_size
+        self._held = contextlib.ExitStack()
         host = own_address(urlsplit(url).hostname for url in urls)
         if host in {"127.0.0.1", "::1"}:
             directory = self._held.enter_context(temporary_directory("weights"))
-            self._where, self._port = str(directory / "store"), 0
+            self._where = str(directory / "store")
+            self._port = 0
         else:
-            self._where, self._port = host, free_port(host)
+            self._where = host
+            self._port = free_port(host)
         self.meeting = {"master_address": self._where, "master_port": self._port}
 
     def join(self) -> None:

@@ -75,8 +75,10 @@ class WeightSync:
         rollout = context.spec.rollout
         self._client, self._rank, self._agree = client, context.rank, context.agree
         self._published, self._replicas, self._adapters = published, replicas, adapters
-        self._takes_adapter, self._starts_empty = context.spec.syncs_adapter, starts_empty
-        self.broadcast, self._needs_broadcast = broadcast, rollout.server.weight_transfer == "broadcast"
+        self._takes_adapter = context.spec.syncs_adapter
+        self._starts_empty = starts_empty
+        self.broadcast = broadcast
+        self._needs_broadcast = rollout.server.weight_transfer == "broadcast"
         self._in_flight, self.cache = rollout.in_flight, rollout.stale_cache
         self._renewing = {url: asyncio.Lock() for url in client.urls}
         self.newest, self.salt = PublishedPaths(), ""
@@ -131,7 +133,8 @@ class WeightSync:
     ) -> tuple[PublishedPaths, bool]:
         """Broadcasts or writes a weight version; its directories, and whether servers must read weights."""
         tag = f"{policy_version}-{uuid.uuid4().hex[:12]}"
-        weights_path, adapter_path = self.newest.weights, self.newest.adapter
+        weights_path = self.newest.weights
+        adapter_path = self.newest.adapter
         starts = self._replicas if self._replicas and not self._replicas.is_started else None
         if weights is not None and self.broadcast and self._forms_group(self.broadcast):
             if self._in_flight:  # chunk by chunk: until the last one, the weights are a mixture
@@ -186,7 +189,8 @@ class WeightSync:
 
     async def _load(self, url: str, *, last: PublishedPaths, with_weights: bool) -> None:
         """Gives a server the newest weights; it has the `last` ones, unless it was restarted."""
-        send, newest = partial(self._client.send, url), self.newest
+        send = partial(self._client.send, url)
+        newest = self.newest
         has_last = bool(last.adapter) and await self._tag(url) == last.tag
         if self._in_flight:
             await self.pause(url)

@@ -63,7 +63,8 @@ class VersionedDir:
         Raises:
             RunFailure: there is not enough space.
         """
-        target, unfinished = self._root / name, self._root / "part"
+        target = self._root / name
+        unfinished = self._root / "part"
         shutil.rmtree(unfinished, ignore_errors=True)
         try:
             unfinished.mkdir()

@@ -81,7 +81,9 @@ def is_changed(spec: RunSpec, key: str) -> bool:
 
 def fitting_batch(spec: RunSpec) -> tuple[int, int]:
     """Prompts per batch and per actor mini-batch that divide over the ranks, close to those of the spec."""
-    batch, mini, world = spec.data.train_batch_size, spec.ppo_mini_batch_size, spec.world_size
+    batch = spec.data.train_batch_size
+    mini = spec.ppo_mini_batch_size
+    world = spec.world_size
     whole = -(-batch // world) * world
     if not spec.actor.ppo_mini_batch_size:
         return whole, whole
@@ -145,7 +147,8 @@ def prompts_are_given(spec: RunSpec) -> Problems:
 @spec_check
 def early_stop_has_a_metric(spec: RunSpec) -> Problems:
     """Early stopping needs a metric that is logged."""
-    stop, key = spec.trainer.early_stop, "trainer.early_stop.metric"
+    stop = spec.trainer.early_stop
+    key = "trainer.early_stop.metric"
     if stop.patience is None:
         return
     if stop.metric is not None and describe(stop.metric) is None:
@@ -166,7 +169,8 @@ def tables_have_rows(spec: RunSpec) -> Problems:
 @spec_check
 def validation_is_possible(spec: RunSpec) -> Problems:
     """Validation needs prompts and a frequency."""
-    wanted, given = spec.trainer.test_freq > 0, bool(spec.data.val_files)
+    wanted = spec.trainer.test_freq > 0
+    given = bool(spec.data.val_files)
     if wanted and not given and not spec.is_embedded:
         message = f"validation every {spec.trainer.test_freq} steps, but data.val_files is empty"
         yield error("trainer.test_freq", message, "set data.val_files, or test_freq: -1")
@@ -175,7 +179,8 @@ def validation_is_possible(spec: RunSpec) -> Problems:
 @spec_check
 def rows_can_be_shared(spec: RunSpec) -> Problems:
     """A sequence-parallel group lies within one node; only policy and reference support it, not a critic."""
-    size, key = spec.engine.sequence_parallel, "engine.sequence_parallel"
+    size = spec.engine.sequence_parallel
+    key = "engine.sequence_parallel"
     if size == 1:
         return
     if spec.trainer.n_gpus_per_node % size:
@@ -193,7 +198,9 @@ def rows_can_be_shared(spec: RunSpec) -> Problems:
 @spec_check
 def batch_divides(spec: RunSpec) -> Problems:
     """A batch must divide into equal mini-batches, and each mini-batch equally over all ranks."""
-    batch, mini, world = spec.data.train_batch_size, spec.ppo_mini_batch_size, spec.world_size
+    batch = spec.data.train_batch_size
+    mini = spec.ppo_mini_batch_size
+    world = spec.world_size
     key = "actor.ppo_mini_batch_size" if spec.actor.ppo_mini_batch_size else "data.train_batch_size"
     faults = []
     if mini > batch:
@@ -240,7 +247,9 @@ def learning_rate_is_usual(spec: RunSpec) -> Problems:
 @spec_check
 def warmup_ends(spec: RunSpec) -> Problems:
     """A warm-up that is as long as the run never reaches the configured learning rate."""
-    batches, actor, critic = spec.trainer.total_training_steps, spec.actor, spec.critic
+    batches = spec.trainer.total_training_steps
+    actor = spec.actor
+    critic = spec.critic
     if batches is None:
         return
     updates = (batches - spec.trainer.critic_warmup) * spec.updates_per_batch
@@ -383,7 +392,8 @@ def rewards_are_complete(spec: RunSpec) -> Problems:
 @spec_check
 def overlong_fits(spec: RunSpec) -> Problems:
     """The length penalty must begin within the response."""
-    buffer, longest = spec.reward.overlong.buffer_length, spec.data.max_response_length
+    buffer = spec.reward.overlong.buffer_length
+    longest = spec.data.max_response_length
     if buffer > longest:
         message = f"{buffer} tokens, but responses end at {longest} (data.max_response_length)"
         yield error("reward.overlong.buffer_length", message, f"use {longest} or less")

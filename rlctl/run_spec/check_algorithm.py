@@ -36,7 +36,9 @@ def rules_are_clear(spec: RunSpec) -> Problems:
 @spec_check
 def groups_can_be_filtered(spec: RunSpec) -> Problems:
     """Dynamic sampling cannot sample in advance, because rewards decide what to sample; it needs n > 1."""
-    options, rollout, estimator = spec.algorithm.filter_groups, spec.rollout, spec.algorithm.adv_estimator
+    options = spec.algorithm.filter_groups
+    rollout = spec.rollout
+    estimator = spec.algorithm.adv_estimator
     key = f"{_FILTER}.enable"
     if not options.enable:
         return
@@ -86,7 +88,8 @@ def groups_have_siblings(spec: RunSpec) -> Problems:
 @spec_check
 def critic_has_a_use(spec: RunSpec) -> Problems:
     """An estimator that reads values (`gae`) needs a critic; with other estimators a critic has no use."""
-    critic, estimator = spec.critic, spec.algorithm.adv_estimator
+    critic = spec.critic
+    estimator = spec.algorithm.adv_estimator
     if spec.trains_critic:
         if critic.enable is False:
             message = "gae compares rewards with a critic's values, and there would be no critic"
@@ -119,7 +122,8 @@ def critic_batch_is_whole(spec: RunSpec) -> Problems:
 @spec_check
 def kl_is_consistent(spec: RunSpec) -> Problems:
     """At most one KL penalty, with a non-zero coefficient; a reference policy only with a penalty."""
-    in_loss, in_reward = spec.actor.use_kl_loss, spec.algorithm.use_kl_in_reward
+    in_loss = spec.actor.use_kl_loss
+    in_reward = spec.algorithm.use_kl_in_reward
     control = spec.algorithm.kl_ctrl
     if in_reward and in_loss:
         message = "KL is in the loss and in the reward: it is penalised twice"
@@ -167,7 +171,8 @@ def embedded_is_the_policys(spec: RunSpec) -> Problems:
 @spec_check
 def params_fit(spec: RunSpec) -> Problems:
     """A registered loss or estimator takes only the parameters that it declares."""
-    algorithm, correction = spec.algorithm, spec.algorithm.rollout_correction
+    algorithm = spec.algorithm
+    correction = spec.algorithm.rollout_correction
     key = f"{CORRECTION}loss_params"
     yield from param_problems(POLICY_LOSSES, correction.loss_type, key, correction.loss_params)
     key = "algorithm.adv_params"
@@ -212,7 +217,8 @@ def bypass_drifts(spec: RunSpec) -> Problems:
     """In bypass mode only IS and RS correct for the change of the policy within a batch."""
     if not spec.algorithm.rollout_correction.bypass_mode:
         return
-    epochs, steps = spec.actor.ppo_epochs, spec.data.train_batch_size // spec.ppo_mini_batch_size
+    epochs = spec.actor.ppo_epochs
+    steps = spec.data.train_batch_size // spec.ppo_mini_batch_size
     if epochs > 1:
         message = f"{epochs} passes in bypass mode: π_old stays the sampling policy while π_θ changes, "
         message += "so every pass is further off-policy than the one before"
@@ -232,7 +238,8 @@ def staleness_is_corrected(spec: RunSpec) -> Problems:
     with token weights or rejection; on SmolLM2-135M only rejection ended high on every seed
     (docs/evidence/off-policy.md).
     """
-    rollout, correction = spec.rollout, spec.algorithm.rollout_correction
+    rollout = spec.rollout
+    correction = spec.algorithm.rollout_correction
     age, key = max((rollout.staleness, "rollout.staleness"), (rollout.max_staleness, "rollout.max_staleness"))
     if _has_ratio(spec) and correction.bypass_mode:  # its ratio is that to the sampling policy
         return

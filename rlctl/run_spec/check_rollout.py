@@ -38,7 +38,8 @@ def distribution_is_complete(spec: RunSpec) -> Problems:
 
     `exact_sampling` restricts them to the tokens that the engine kept, so the engine must report these.
     """
-    rollout, can = spec.rollout, spec.rollout_engine.reports_kept
+    rollout = spec.rollout
+    can = spec.rollout_engine.reports_kept
     truncated = {
         "top_p": (rollout.top_p < 1.0, "1.0"),
         "top_k": (rollout.top_k > 0, "-1"),
@@ -113,7 +114,9 @@ def validation_samples_differ(spec: RunSpec) -> Problems:
 @spec_check
 def engine_supports_it(spec: RunSpec) -> Problems:
     """Some options are supported only by some engines, or only by engines in separate processes."""
-    rollout, urls, engine = spec.rollout, spec.rollout.server.urls, spec.rollout_engine
+    rollout = spec.rollout
+    urls = spec.rollout.server.urls
+    engine = spec.rollout_engine
     has_servers = spec.has_rollout_servers
     if rollout.mode not in engine.modes:
         message = f"{rollout.name} has no mode {rollout.mode}, only {_listed(engine.modes)}"
@@ -122,7 +125,8 @@ def engine_supports_it(spec: RunSpec) -> Problems:
     if rollout.dtype is not None and rollout.dtype not in engine.dtypes:
         message = f"{rollout.name} samples in {_listed(engine.dtypes)}"
         yield error("rollout.dtype", message, f"write {', '.join(sorted(engine.dtypes))} or null")
-    shared, ranks = rollout.tensor_model_parallel_size, spec.trainer.n_gpus_per_node
+    shared = rollout.tensor_model_parallel_size
+    ranks = spec.trainer.n_gpus_per_node
     if shared > 1 and not (engine.tensor_parallel or has_servers):
         message = f"an engine of {rollout.name} runs on one GPU"
         yield error("rollout.tensor_model_parallel_size", message, "use 1, or set rollout.name: vllm")
@@ -202,7 +206,8 @@ def sampling_in_flight_is_possible(spec: RunSpec) -> Problems:
 @spec_check
 def passthrough_is_free(spec: RunSpec) -> Problems:
     """Options passed to an engine must not contradict what the spec sets."""
-    given, key = spec.rollout.engine_kwargs, "rollout.engine_kwargs"
+    given = spec.rollout.engine_kwargs
+    key = "rollout.engine_kwargs"
     if given and not spec.rollout_engine.takes_engine_kwargs:
         message = f"has no effect: rollout.name is {spec.rollout.name}"
         yield error(key, message, f"{LEAVE_OUT}, or set rollout.name: vllm")
@@ -217,7 +222,8 @@ def passthrough_is_free(spec: RunSpec) -> Problems:
     for name in spec.engine.deepspeed:
         if name in DEEPSPEED_NAMES:
             continue
-        key, meant = f"engine.deepspeed.{name}", closest(name, DEEPSPEED_NAMES, cutoff=0.7)
+        key = f"engine.deepspeed.{name}"
+        meant = closest(name, DEEPSPEED_NAMES, cutoff=0.7)
         if meant:
             yield error(key, "DeepSpeed ignores unknown names", f"write {meant}")
         else:
@@ -243,7 +249,8 @@ def _owned(
 ) -> Problems:
     for option, value in flat(given, keeps_empty=True).items():
         # A value instead of a section sets everything below it.
-        name, section = name_of(option), "" if isinstance(value, Mapping) else f"{name_of(option)}."
+        name = name_of(option)
+        section = "" if isinstance(value, Mapping) else f"{name_of(option)}."
         for owner, ours in owners.items():
             if f"{name}.".startswith(f"{owner}.") or (section and owner.startswith(section)):
                 message = f"{whose} {option} ({value}) contradicts what sets it here: {ours}"

@@ -53,15 +53,19 @@ class BatchArithmetic:
     """
 
     def __init__(self, spec: RunSpec, num_rows: int | None = None) -> None:
-        prompts, mini, n = spec.data.train_batch_size, spec.ppo_mini_batch_size, spec.rollout.n
-        self.samples, self.samples_per_mini_batch = prompts * n, mini * n
+        prompts = spec.data.train_batch_size
+        mini = spec.ppo_mini_batch_size
+        n = spec.rollout.n
+        self.samples = prompts * n
+        self.samples_per_mini_batch = mini * n
         self.mini_batches = max(1, prompts // mini)
         self.samples_per_rank = self.samples_per_mini_batch // spec.data_ranks
         self.micro_batch_tokens = spec.pass_tokens
         self.micro_batch_size = min(spec.actor.ppo_micro_batch_size_per_gpu, self.samples_per_rank)
         count = None if self.micro_batch_tokens else -(-self.samples_per_rank // self.micro_batch_size)
         self.micro_batches_per_rank = count
-        self.num_rows, self.num_batches = num_rows, spec.trainer.total_training_steps
+        self.num_rows = num_rows
+        self.num_batches = spec.trainer.total_training_steps
         if self.num_batches is None and num_rows is not None:
             self.num_batches = num_rows * spec.trainer.total_epochs // prompts
         #: optimizer steps of the policy, per batch and in the whole run
@@ -144,7 +148,8 @@ def implies(rule: RejectRule, other: RejectRule, horizon: int) -> bool:
     removes_less = rule.scope == "token" and other.scope == "sequence"
     if removes_less or (rule.negative_advantage_only and not other.negative_advantage_only):
         return False
-    mine, others = _subject(rule), _subject(other)
+    mine = _subject(rule)
+    others = _subject(other)
     if mine is None or others is None:
         return False
     (low, high), (least, most) = (tuple(map(_log, each.band())) for each in (rule, other))
@@ -158,7 +163,8 @@ def implies(rule: RejectRule, other: RejectRule, horizon: int) -> bool:
         if not follows or low > _ROUNDING or high < -_ROUNDING:
             return False
         if others == "product":
-            low, high = horizon * low, horizon * high
+            low = horizon * low
+            high = horizon * high
     return low >= least - _ROUNDING and high <= most + _ROUNDING
 
 

@@ -144,7 +144,8 @@ def load_spec(
     model = leaves.get("model.path")
     if model is None or model.value == EMBEDDED:
         path = all_presets()[EMBEDDED].path
-        given_leaves, leaves = leaves, _read_file(path, Origin("embedded", EMBEDDED), problems)
+        given_leaves = leaves
+        leaves = _read_file(path, Origin("embedded", EMBEDDED), problems)
         _put_over(leaves, given_leaves)
     follow_stronger(leaves)
     if _DTYPE not in leaves:
@@ -243,10 +244,8 @@ def _read_file(path: Path, origin: Origin, problems: list[Problem]) -> dict[str,
     if any(key.startswith("actor_rollout_ref.") for key in keys) or (
         len(keys) > 1 and not any(map(leaf_of, keys))
     ):
-        message, fix = (
-            "this is a configuration of another framework",
-            f"rlctl import {path} --output spec.yaml",
-        )
+        message = "this is a configuration of another framework"
+        fix = f"rlctl import {path} --output spec.yaml"
         problems.append(Problem("error", "", message, fix, str(path)))
     return {key: leaf for key, leaf in source.leaves.items() if key != DESCRIPTION}
 
@@ -286,7 +285,8 @@ def _read_overrides(overrides: Iterable[str], origin: Origin, problems: list[Pro
 
 def _override_fix(argument: str) -> str | None:
     """Suggestion for an argument that cannot be parsed; None: there is none."""
-    path, key = Path(argument), nearest_key(argument.partition("=")[0])
+    path = Path(argument)
+    key = nearest_key(argument.partition("=")[0])
     for applies, fix in (
         (argument.startswith("="), "write key=value without spaces"),
         (argument.startswith("+"), f"leave it out: {argument.lstrip('+')}"),
@@ -366,7 +366,8 @@ def _invalid(key: str, leaf: Leaf, details: Any) -> Problem:
     elif details["type"] == "part_error":
         return _problem(key, leaf, message, details["ctx"]["fix"] or None)
     elif details["type"] == "extra_forbidden":  # within one item of a list
-        message, names = "unknown key", fields_of_items(key)
+        message = "unknown key"
+        names = fields_of_items(key)
         fix = did_you_mean(str(details["loc"][-1]), names, f"write one of {', '.join(names)}")
     shown = "null" if got is None else repr(got)
     shown = shown if len(shown) <= _SHOWN else f"{shown[:_SHOWN]}…"

@@ -120,14 +120,16 @@ def this_machine() -> Machine:
     cards = [] if gpus_are_hidden() else gpus()
     if not cards:
         cores = psutil.cpu_count(logical=False) or 1
-        flops, bandwidth = cores * _CORE_FLOPS, cores * _CORE_BANDWIDTH
+        flops = cores * _CORE_FLOPS
+        bandwidth = cores * _CORE_BANDWIDTH
         links = (bandwidth, bandwidth, bandwidth, 1e9, bandwidth)
         return Machine(THIS_MACHINE, "CPU", 0, 1, host, host, shm_bytes, flops, *links)
     model = cards[0].split(",")[0].strip()
     speeds = gpu_speeds(model) or (0.0,) * 4
     gpu_bytes = gpu_memory(cards[0]) or host  # the driver reports none if the GPU shares the host's memory
     count = len(cards)
-    network, host_bandwidth = 12e9, 60e9 * max(1, count // 2)
+    network = 12e9
+    host_bandwidth = 60e9 * max(1, count // 2)
     sizes = (gpu_bytes, host, shm_bytes)
     return Machine(THIS_MACHINE, model, count, 1, *sizes, *speeds, network, host_bandwidth)
 

@@ -214,8 +214,10 @@ def _from_config(whole: dict[str, Any]) -> ModelSize:
     reads_more = isinstance(whole.get("text_config"), dict)
     config: dict[str, Any] = whole["text_config"] if reads_more else whole
     config = _TABLES["left_out"].get(str(config.get("model_type")), {}) | config
-    layers, hidden = _count(config, "num_hidden_layers"), _count(config, "hidden_size")
-    heads, vocab = _count(config, "num_attention_heads"), _count(config, "vocab_size")
+    layers = _count(config, "num_hidden_layers")
+    hidden = _count(config, "hidden_size")
+    heads = _count(config, "num_attention_heads")
+    vocab = _count(config, "vocab_size")
     if not (layers and hidden and heads and vocab):
         return ModelSize("unknown: config.json names no dimensions")
     experts, used = (

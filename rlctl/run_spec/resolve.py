@@ -63,13 +63,15 @@ def correction_problems(spec: RolloutCorrectionSpec) -> list[Problem]:
 
 def _resolved(spec: RolloutCorrectionSpec) -> tuple[CorrectionRules, list[Problem]]:
     problems: list[Problem] = []
-    weight, reject = _weight_rule(spec, problems), _reject_rules(spec, problems)
+    weight = _weight_rule(spec, problems)
+    reject = _reject_rules(spec, problems)
     return CorrectionRules(weight, reject, spec.loss_denominator), problems
 
 
 def loss_rule(spec: RunSpec) -> LossRule:
     """The policy loss with its parameters; null in `clip_ratio_low` or `clip_ratio_high` is `clip_ratio`."""
-    actor, correction = spec.actor, spec.algorithm.rollout_correction
+    actor = spec.actor
+    correction = spec.algorithm.rollout_correction
     return LossRule(
         name=correction.loss_type,
         clip_low=actor.clip_ratio if actor.clip_ratio_low is None else actor.clip_ratio_low,
@@ -91,7 +93,8 @@ def _weight_rule(spec: RolloutCorrectionSpec, problems: list[Problem]) -> Weight
     `rlctl` clips on both sides; `verl` truncates for one number and masks outside an interval.
     """
     is_verl = spec.dialect == "verl"
-    params, key = None, f"{CORRECTION}rollout_is_params"
+    params = None
+    key = f"{CORRECTION}rollout_is_params"
     if spec.rollout_is is None:
         message = "rollout_is is null, so no weight has this parameter"
         problems += unread_params(key, spec.rollout_is_params, message)

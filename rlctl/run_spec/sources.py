@@ -244,7 +244,8 @@ def _fault_of_yaml(error: yaml.YAMLError, raw: bytes) -> tuple[int | None, str, 
     if not isinstance(error, yaml.MarkedYAMLError):
         line = raw.decode()[: getattr(error, "position", 0)].count("\n") + 1
         return line, f"not readable as YAML: {getattr(error, 'reason', error)}", None
-    mark, start = error.problem_mark or error.context_mark, error.context_mark
+    mark = error.problem_mark or error.context_mark
+    start = error.context_mark
     begun = f" from line {start.line + 1} on" if start and mark and start.line < mark.line else ""
     said = [f"{error.context}{begun}" if error.context else None, error.problem]
     is_unquoted = re.search(

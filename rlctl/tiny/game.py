@@ -66,7 +66,9 @@ def _row(secret: int, index: int) -> Row:
 
 def _random_game(draw: random.Random) -> list[tuple[str, bool]]:
     """A game of random guesses: text, and whether the policy wrote it."""
-    game, secret, spoken = GuessNumber(), draw.choice(NUMBERS), [(PROMPT, False)]
+    game = GuessNumber()
+    secret = draw.choice(NUMBERS)
+    spoken = [(PROMPT, False)]
     game.reset(secret)
     while True:
         guess = str(draw.choice(NUMBERS))

@@ -146,7 +146,8 @@ def imitate(
         ]
         length = max(map(len, rows))
         padded = torch.tensor([row + [(ids[PAD], False)] * (length - len(row)) for row in rows])
-        tokens, is_own = padded[..., 0], padded[:, 1:, 1].bool()
+        tokens = padded[..., 0]
+        is_own = padded[:, 1:, 1].bool()
         logits = model(tokens[:, :-1], use_cache=False).logits
         loss = functional.cross_entropy(logits[is_own], tokens[:, 1:][is_own])
         optimizer.zero_grad()

@@ -164,7 +164,8 @@ class ConsoleSink:
     def close(self, status: str) -> None:
         """Draws the last state and restores the terminal."""
         if status == "watched":  # stop the clock at the last step
-            self._phase, last = "", self._state.times[-1]
+            self._phase = ""
+            last = self._state.times[-1]
             self._clock = lambda: last
         if self._live is not None:
             self._live.stop()
@@ -196,7 +197,8 @@ class ConsoleSink:
         return max(left - (now - times[-1]), 0.0)
 
     def _render(self) -> RenderableType:
-        state, now = self._state, self._clock()
+        state = self._state
+        now = self._clock()
         head = Table.grid(expand=True, padding=(0, 1))
         head.add_column(justify="left")
         head.add_column(ratio=1)
@@ -307,7 +309,8 @@ def plain_line(step: int, total: float, metrics: Mapping[str, float], seconds_le
 
 def tokens_per_second(metrics: Mapping[str, float]) -> float | None:
     """Prompt and response tokens of all ranks per second of the step (`perf/throughput` is per rank)."""
-    tokens, seconds = metrics.get(TOKENS), metrics.get(SECONDS)
+    tokens = metrics.get(TOKENS)
+    seconds = metrics.get(SECONDS)
     return tokens / seconds if tokens is not None and seconds else None
 
 
@@ -331,7 +334,8 @@ def sparkline(values: Sequence[float]) -> str:
     finite = [value for value in values if math.isfinite(value)]
     if not finite:
         return ""
-    low, span = min(finite), max(finite) - min(finite)
+    low = min(finite)
+    span = max(finite) - min(finite)
 
     def bar(value: float) -> str:
         if not math.isfinite(value):

@@ -139,7 +139,8 @@ class RunRecord:
                 (pq.read_table(file, **options) for file in files), promote_options="default"
             )
         except (OSError, pa.ArrowInvalid) as error:
-            message, fix = f"the rollouts cannot be read: {first_line(error)}", "move damaged files aside"
+            message = f"the rollouts cannot be read: {first_line(error)}"
+            fix = "move damaged files aside"
             raise UsageError(message, where=str(self.path / "rollouts"), fix=fix) from error
 
     def rows(self) -> list[dict[str, Any]]:
@@ -258,7 +259,8 @@ def run_named(name: str, root: Path, *, whole: bool = False) -> Path:
 def read_state(run_dir: Path) -> RunState:
     """Reads the state of one run; fields from missing or damaged files are empty."""
     spec = read_mapping(run_dir / SPEC_FILE)
-    summary, failure = read_mapping(run_dir / SUMMARY_FILE), read_mapping(run_dir / FAILURE_FILE)
+    summary = read_mapping(run_dir / SUMMARY_FILE)
+    failure = read_mapping(run_dir / FAILURE_FILE)
     environment = read_mapping(run_dir / ENVIRONMENT_FILE)
     last, validation = _last_rows(run_dir / METRICS_FILE)
     step = last.get("step", 0)
@@ -268,16 +270,19 @@ def read_state(run_dir: Path) -> RunState:
     if is_running(run_dir):
         state = "running"
     elif failure:
-        state, reason = "failed", str(failure.get("what", "unknown"))
+        state = "failed"
+        reason = str(failure.get("what", "unknown"))
     elif not last:
         state = "empty"
     elif summary.get("step") != step:
         state = "died"
     elif stopped:
-        state, reason = "stopped", str(stopped)
+        state = "stopped"
+        reason = str(stopped)
     else:
         state = "interrupted" if summary.get("interrupted") else "finished"
-    trainer, model = typed(spec, "trainer", dict), typed(spec, "model", dict)
+    trainer = typed(spec, "trainer", dict)
+    model = typed(spec, "model", dict)
     # The environment is of the last start; the summary may be of an earlier one with another number.
     totals = (
         typed(environment, "total_steps", int),

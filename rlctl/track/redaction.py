@@ -56,7 +56,8 @@ _ODD_CHANGES = frozenset({"aA", "A0", "0A", "a0", "0a"})
 _WITH_PLAIN_MEANING = ("token", "key", "pass")
 #: A metric, such as pass@8.
 _RATE = re.compile(r"(.*_)?pass(es)?_?\d+")
-_COUNTED, _SMALL = re.compile("keys|tokens", re.IGNORECASE), re.compile(r"\d{1,3}")
+_COUNTED = re.compile("keys|tokens", re.IGNORECASE)
+_SMALL = re.compile(r"\d{1,3}")
 _ASSIGNMENT = re.compile(r"(\s*-{0,2}\s*([\w.-]+)\s*[:=]\s*)(.*)", re.DOTALL)
 
 
@@ -80,7 +81,8 @@ def redact(text: str, key: str = "") -> str:
 
 def _masked(match: re.Match[str], is_secret: bool) -> str:
     """The text of a match, with the mask for its value if that is a secret."""
-    value, quote = match["value"], match["quote"] or ""
+    value = match["value"]
+    quote = match["quote"] or ""
     if not is_secret or value.strip("\\\"'").lower() in _NO_VALUES:
         return match[0]
     return f"{match['before']}{quote}{MASK}{quote}"

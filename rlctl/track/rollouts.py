@@ -180,7 +180,8 @@ class RolloutWriter:
                 if match is None:
                     continue
                 first, last = map(int, match.groups())
-                kept, problem = None, _damage(path, self._schema)
+                kept = None
+                problem = _damage(path, self._schema)
                 if not problem and first <= step < last:
                     kept, problem = _rows_until(path, step)
                 if problem:
@@ -245,7 +246,8 @@ def whole_groups(group_ids: Sequence[int], limit: int) -> list[int]:
 
 def _prompts_read(episodes: Episodes, decode: Callable[[list[int]], str] | None) -> list[str]:
     """What the policy read before it first spoke in each sequence."""
-    tokens, tasks = episodes.tokens, [episodes.tasks[owner] for owner in episodes.tokens.owners.tolist()]
+    tokens = episodes.tokens
+    tasks = [episodes.tasks[owner] for owner in episodes.tokens.owners.tolist()]
     if decode is None:
         return [task.text for task in tasks]
     texts = []
@@ -270,9 +272,11 @@ def _record_batch(
 
     No array shares memory with the trainer.
     """
-    tokens, owners = episodes.tokens, episodes.tokens.owners.tolist()
+    tokens = episodes.tokens
+    owners = episodes.tokens.owners.tolist()
     sampled = np.array(tokens.sampled.numpy())
-    spans, in_episode = tokens.units.sequence, tokens.sequences_of_episodes
+    spans = tokens.units.sequence
+    in_episode = tokens.sequences_of_episodes
     lengths = tokens.lengths.numpy()
     has_reward = np.repeat([rewards[owner] is not None for owner in owners], lengths).astype(bool)
     offsets = pa.array([0, *lengths.cumsum().tolist()], pa.int32())
@@ -301,9 +305,11 @@ def _record_batch(
     def of_owners(values: Sequence[Any]) -> list[Any]:
         return [values[owner] for owner in owners]
 
-    tasks, members = of_owners(episodes.tasks), of_owners(tokens.members.tolist())
+    tasks = of_owners(episodes.tasks)
+    members = of_owners(tokens.members.tolist())
     stop_reasons = of_owners(episodes.stop_reasons)
-    speaks, versions = (spans.lengths > 0).tolist(), [*tokens.versions.tolist(), None]
+    speaks = (spans.lengths > 0).tolist()
+    versions = [*tokens.versions.tolist(), None]
     columns: dict[str, Any] = {
         "step": [step] * len(owners),
         "policy_version": [

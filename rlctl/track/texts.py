@@ -43,5 +43,6 @@ def pieces(ids: Sequence[int], decode: Decoder) -> list[str]:
         texts.append(text[len(shown) :])
         shown = text
         if index - start >= 16:  # keep the last token as context: decoding may depend on the previous token
-            start, shown = index, decode(ids[index : index + 1])
+            start = index
+            shown = decode(ids[index : index + 1])
     return texts

@@ -115,7 +115,8 @@ def require_permission(
     wanted = _signed_values(used)
     changed = [key for key in wanted if signed.values.get(key) != wanted[key]]
     if changed:
-        before, now = redact_tree(signed.values), redact_tree(wanted)
+        before = redact_tree(signed.values)
+        now = redact_tree(wanted)
         pairs = "; ".join(f"{key}: {before.get(key)!r} → {now[key]!r}" for key in changed)
         raise UsageError(
             f"the spec has changed since your run recorded it, and names code: {pairs}",

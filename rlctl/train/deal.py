@@ -61,7 +61,8 @@ def assigned(episodes: Dealt, num_receivers: int) -> Ints:
     totals = [0] * num_receivers  # of all mini-batches so far, which decide between equal loads
     order = np.lexsort((episodes.member, episodes.group, episodes.mini))
     for rows in np.split(order, _starts(episodes.mini[order])[1:]) if num_receivers > 1 else ():
-        tokens, prompts = episodes.token[rows], episodes.prompt[rows]
+        tokens = episodes.token[rows]
+        prompts = episodes.prompt[rows]
         starts = _starts(episodes.group[rows])
         costs = tokens - prompts  # the first of a group computes the prompt
         costs[starts] += prompts[starts]
@@ -81,7 +82,8 @@ def _starts(column: Ints) -> Ints:
 
 def _dealt(costs: Ints, totals: list[int]) -> tuple[Ints, list[int]]:
     """The receiver of each unit (u,), whose costs are in tokens, and the tokens of each receiver."""
-    receivers, loads = np.empty_like(costs), [0] * len(totals)
+    receivers = np.empty_like(costs)
+    loads = [0] * len(totals)
     lightest = [(0, total, receiver) for receiver, total in enumerate(totals)]
     heapq.heapify(lightest)
     for unit in np.argsort(-costs, kind="stable").tolist():
@@ -141,7 +143,8 @@ def _moved(batch: TokenBatch, ranks: Ranks, every: Dealt, receivers: Ints, group
     Args:
         receivers: (K,) the group of `group_size` ranks that trains on each episode.
     """
-    world, num_receivers = ranks.world_size, ranks.world_size // group_size
+    world = ranks.world_size
+    num_receivers = ranks.world_size // group_size
     own = np.flatnonzero(every.source == ranks.rank)
     arriving = np.flatnonzero(receivers == ranks.rank // group_size)
     leaving = own[np.argsort(receivers[own], kind="stable")]
@@ -199,7 +202,8 @@ def micro_batches(
     flags = [False] * batch.num_episodes if first is None else first.tolist()
     micros: list[list[int]] = []
     for leads in (True, False):
-        total, start = limit + 1, len(micros)
+        total = limit + 1
+        start = len(micros)
         for episode, size in enumerate(sizes.tolist()):
             if flags[episode] is leads:
                 total += size

@@ -30,7 +30,9 @@ def early_stop_reason(history: Iterable[Mapping[str, float]], spec: EarlyStopSpe
         last = value
         gain = value - best if spec.goal == "max" else best - value
         if math.isnan(best) or gain > spec.min_delta:
-            best, best_step, waited = value, int(metrics["step"]), 0
+            best = value
+            best_step = int(metrics["step"])
+            waited = 0
         else:
             waited += 1
     if not is_logged or waited < spec.patience:

@@ -58,11 +58,9 @@ def filtered_groups(
         RunFailure: a whole epoch has too few groups with spread, or too many responses could not be graded.
     """
     spec, ranks, start = run.spec, run.ranks, draws.position
-    most, wanted, n = (
-        spec.algorithm.filter_groups.max_num_gen_batches,
-        spec.data.train_batch_size,
-        spec.rollout.n,
-    )
+    most = spec.algorithm.filter_groups.max_num_gen_batches
+    wanted = spec.data.train_batch_size
+    n = spec.rollout.n
     known: list[_Summary] = []  # of all ranks
     rounds: list[Episodes] = []  # by this rank
     grades: list[RewardResult] = []  # of these, by round
@@ -89,7 +87,8 @@ def filtered_groups(
     # stable.
     used = sorted(known, key=lambda group: not group.has_spread)[:wanted]
     places = {drawn: place for place, drawn in enumerate(sorted(group.place for group in used))}
-    sampled, all_grades = Episodes.joined(rounds), RewardResult.joined(grades)
+    sampled = Episodes.joined(rounds)
+    all_grades = RewardResult.joined(grades)
     chosen = [index for index, task in enumerate(sampled.tasks) if task.group_id in places]
     failures = {name: getattr(all_grades, name) for name in ("errors", "errors_by_term", "timeouts")}
     cost = _metrics(known, used, len(grades), n, draws.position - start)
@@ -106,7 +105,8 @@ def _sample(
         drawn: see `draw_next_prompts`.
         first: place in the batch of the first one.
     """
-    ranks, count = run.ranks, len(drawn)
+    ranks = run.ranks
+    count = len(drawn)
     mine = range(ranks.rank * count // ranks.world_size, (ranks.rank + 1) * count // ranks.world_size)
     tasks = run.train_prompts.tasks([drawn[i][0] for i in mine], [first + i for i in mine])
     tasks = [replace(task, weight=1.0 / drawn[i][1]) for task, i in zip(tasks, mine, strict=True)]
@@ -120,11 +120,13 @@ def _sample(
 
 def _summaries(episodes: Episodes, graded: RewardResult, n: int) -> list[_Summary]:
     """One per group of n episodes."""
-    counted, tokens = graded.valid & ~episodes.aborted, episodes.num_sampled
+    counted = graded.valid & ~episodes.aborted
+    tokens = episodes.num_sampled
     failed = ~graded.valid & ~episodes.aborted
     summaries = []
     for start in range(0, len(episodes), n):
-        group, task = slice(start, start + n), episodes.tasks[start]
+        group = slice(start, start + n)
+        task = episodes.tasks[start]
         scores = graded.graded[group][counted[group]]
         summaries.append(
             _Summary(
@@ -145,7 +147,8 @@ def draw_next_prompts(run: Run, draws: PromptDraws, count: int) -> list[tuple[in
 
     A curriculum draws a prompt at its turn with the probability that its group has spread.
     """
-    spec, options = run.spec, run.spec.algorithm.filter_groups
+    spec = run.spec
+    options = run.spec.algorithm.filter_groups
     drawn: list[tuple[int, float]] = []
     while len(drawn) < count:
         row = run.train_prompts.row_at(draws.position, seed=spec.trainer.seed, shuffle=spec.data.shuffle)

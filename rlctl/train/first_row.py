@@ -58,7 +58,8 @@ class FirstRow:
         """Adds an error, at the key that it names itself or else at `key`."""
         where = error.where
         if where in known_leaves():
-            key, where = str(where), None
+            key = str(where)
+            where = None
         self.problems.append(Problem("error", key, error.what, error.fix, where))
 
 

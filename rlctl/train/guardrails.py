@@ -37,7 +37,8 @@ if TYPE_CHECKING:
 
 #: Batches between two examinations with all rules: a constant, or if larger a fraction of the steps so far,
 #: because examining a longer run takes longer.
-EVERY, EVERY_SHARE = 5, 1 / 500
+EVERY = 5
+EVERY_SHARE = 1 / 500
 
 #: |KL| in nats per token, and raw effective sample size, at which diagnosis reports its highest severity.
 DRIFT_LIMIT = KL.tiers[-1][1]
@@ -98,9 +99,11 @@ def decide_update(
     if not correction["finite_tokens"]:
         return None
     measured = correction_metrics(correction, rules)
-    ess, drift = measured[RAW_ESS.key], abs(measured[KL.key])
+    ess = measured[RAW_ESS.key]
+    drift = abs(measured[KL.key])
     floor = ess_floor(spec)
-    is_low, has_drifted = ess < floor, drift > DRIFT_LIMIT
+    is_low = ess < floor
+    has_drifted = drift > DRIFT_LIMIT
     if spec.mode != "act":
         return UpdateDecision(ess, drift, is_low, has_drifted, next_scale=scale)
     actions = {spec.on_low_ess} if is_low else set()
@@ -222,7 +225,8 @@ class Guardrails:
     def __init__(self, run: Run, settings: UpdateSettings) -> None:
         self.spec = run.spec.trainer.guardrails
         self._run = run
-        self._loose, self._tight = settings, settings.tightened()
+        self._loose = settings
+        self._tight = settings.tightened()
         self._can_tighten = self._tight != settings
         self._notices = Notices(run.tracker.note, "guardrails")
         self._wanted = MetricFilter(metrics_read())
@@ -316,7 +320,8 @@ class Guardrails:
 
 
 def _is_idle(logged: Sequence[Mapping[str, float]]) -> bool:
-    planned, skipped = _last(logged, UPDATES), _last(logged, SKIPPED)
+    planned = _last(logged, UPDATES)
+    skipped = _last(logged, SKIPPED)
     made = planned - skipped - _last(logged, _NOT_FINITE_OR_EMPTY)
     return len(planned) == WINDOW and bool(((planned > 0) & (made <= 0)).all())
 

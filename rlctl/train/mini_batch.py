@@ -191,7 +191,8 @@ class SeenTokens:
         A response that was not finite once stays so. `is_first`: there was no update on this batch before.
         """
         settings = mini.settings
-        tokens, responses = mini.tokens[micro.tokens], mini.responses[micro.responses]
+        tokens = mini.tokens[micro.tokens]
+        responses = mini.responses[micro.responses]
         unit = settings.rules.responses(micro.batch.units)
         if is_first and settings.bypass:
             self.before_updates[tokens] = log_probs

@@ -59,7 +59,8 @@ def actor_loss(
     keep, rules = correction.keep, settings.rules
     unit = rules.responses(micro.units)
     counted = keep if rules.loss_denominator == "after_rejection" else torch.ones_like(keep)
-    counts, mode = (whole.num_tokens, whole.num_responses), settings.actor.loss_agg_mode
+    counts = (whole.num_tokens, whole.num_responses)
+    mode = settings.actor.loss_agg_mode
     horizon = settings.spec.data.max_response_length
     c = coefficients(mode, keep, counted, unit, *counts, horizon=horizon)[keep]
     tokens = KeptTokens(
@@ -73,7 +74,8 @@ def actor_loss(
         mean_weight=whole.factor,
         num_all_tokens=whole.all_tokens,
     )
-    old, advantages = tokens.column("old_log_probs"), tokens.column("advantages")
+    old = tokens.column("old_log_probs")
+    advantages = tokens.column("advantages")
     policy = policy_loss(whole.loss, tokens.log_probs, old, advantages, tokens.unit, tokens.weights)
     loss = pg_loss = tokens.share_of(policy.values)
     # Responses that the correction did not detect: in decoupled mode it does not read π_θ.

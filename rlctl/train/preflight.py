@@ -42,7 +42,8 @@ def check_inputs(spec: RunSpec) -> list[Problem]:
         problems += _problem("model.lora_adapter_path", check_adapter, adapter, spec.model)
     files = [("data.train_files", file) for file in spec.data.train_files]
     files += [("data.val_files", file) for file in spec.data.val_files]
-    num_rows, size = count_rows(spec) or 0, spec.data.train_batch_size
+    num_rows = count_rows(spec) or 0
+    size = spec.data.train_batch_size
     if files:
         from rlctl.data.read import check_batch_size  # imports pyarrow
         from rlctl.prepare.data_files import hub_name

@@ -63,8 +63,11 @@ def sample_groups(run: Run, step: int, index: int) -> Episodes:
 
     The `group_id` of a task is its index in the whole batch.
     """
-    spec, prompts, places = run.spec, run.train_prompts, places_of(run.spec, run.ranks)
-    seed, size = spec.trainer.seed, spec.data.train_batch_size
+    spec = run.spec
+    prompts = run.train_prompts
+    places = places_of(run.spec, run.ranks)
+    seed = spec.trainer.seed
+    size = spec.data.train_batch_size
     rows = prompts.batch_indices(step - 1, size, seed=seed, shuffle=spec.data.shuffle)
     places = places[index : index + 1] if spec.rollout.in_flight else places
     tasks = prompts.tasks([rows[place] for place in places], places)

@@ -40,7 +40,8 @@ def train_batch(spec: RunSpec, ranks: Ranks, graded: Graded, policy_version: int
         ranks: all ranks of the run.
         policy_version: number of optimizer updates in the trained policy.
     """
-    rollout, limit = spec.rollout, spec.rollout.max_age_updates
+    rollout = spec.rollout
+    limit = spec.rollout.max_age_updates
     ages = graded.episodes.ages(policy_version)
     is_older = ages > (math.inf if limit is None else limit)
     drops, down_weights = (rollout.beyond_max_age == choice for choice in ("drop", "down_weight"))
@@ -108,8 +109,10 @@ def score_batch(run: Run, batch: TokenBatch, timer: StepTimer) -> TokenBatch:
 
 def _with_policy(run: Run, batch: TokenBatch, timer: StepTimer) -> TokenBatch:
     """Adds π_old and, if the estimator needs them, ‖∇ log π‖² and Π π/π_rollout."""
-    spec, needs = run.spec, run.estimator.needs
-    needs_norms, needs_weights = "score_norms" in needs, "sequence_weights" in needs
+    spec = run.spec
+    needs = run.estimator.needs
+    needs_norms = "score_norms" in needs
+    needs_weights = "sequence_weights" in needs
     bypass = spec.algorithm.rollout_correction.bypass_mode
     if bypass and not needs_norms and not needs_weights:
         return replace(batch, old_log_probs=batch.rollout_log_probs)
@@ -185,7 +188,8 @@ def kl_per_token(
     Raises:
         RunFailure: the estimator returns a wrong shape or NaN.
     """
-    old, responses = known(batch.old_log_probs), batch.units.of(unit)
+    old = known(batch.old_log_probs)
+    responses = batch.units.of(unit)
     kl = kl_estimate(estimator, old, other)
     is_finite = ~responses.spread(responses.any(~old.isfinite()))
     kl = torch.where(is_finite | kl.isfinite(), kl, 0.0)

@@ -152,7 +152,8 @@ def tighter_criterion(rule: RejectRule) -> RejectRule:
     elif rule.statistic == "k1":
         lower, upper = (None if bound is None else bound / 2 for bound in (rule.lower, rule.upper))
     elif rule.statistic == "k2":
-        lower, upper = rule.lower, None if rule.upper is None else rule.upper / 4
+        lower = rule.lower
+        upper = None if rule.upper is None else rule.upper / 4
     else:
         _, highest = rule.band()
         upper = rule.upper if math.isinf(highest) else math.sqrt(highest) - 1 - math.log(highest) / 2

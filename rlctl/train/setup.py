@@ -151,7 +151,9 @@ def _make_ready(run: Run, stack: contextlib.ExitStack) -> None:
 
 def _stream(run: Run, stack: contextlib.ExitStack) -> RolloutStream:
     """Groups sampled in this thread or, with `rollout.max_staleness`, in others during training."""
-    spec, rollout, ranks = run.spec, run.spec.rollout, run.ranks
+    spec = run.spec
+    rollout = run.spec.rollout
+    ranks = run.ranks
     places = places_of(spec, ranks) if rollout.in_flight else None
     executor = None
     if rollout.max_staleness:
@@ -203,7 +205,8 @@ def _prompts(
 
 
 def _tracker(run: Run, watchdog: Watchdog) -> Tracker:
-    trainer, stop = run.spec.trainer, run.stop
+    trainer = run.spec.trainer
+    stop = run.stop
     watchdog.log(run.start_step, {})
     if not run.ranks.is_main:
         return Tracker(extras=[watchdog])

@@ -170,7 +170,8 @@ def _require_checkpoint(run_dir: Path) -> None:
         UsageError: as above.
     """
     if (run_dir / RUN_SPEC_FILE).is_file() and _has_no_checkpoint(run_dir) and not is_in_use(run_dir):
-        spec, again = shlex.quote(str(run_dir / RUN_SPEC_FILE)), shlex.quote(f"trainer.run_dir={run_dir}")
+        spec = shlex.quote(str(run_dir / RUN_SPEC_FILE))
+        again = shlex.quote(f"trainer.run_dir={run_dir}")
         raise UsageError(
             "the run ended before its first checkpoint, so there is nothing to resume",
             where=str(run_dir),

@@ -119,7 +119,8 @@ def refuse_ungraded(run: Run, num_failed: float, num_total: float, errors: list[
 
 def _refuse_failed(run: Run, num_failed: float, num_whole: float, graded: Graded) -> None:
     """Ends the run if too many episodes failed by faults of the environment (a collective)."""
-    limit, total = run.spec.environment.max_failed_fraction, num_failed + num_whole
+    limit = run.spec.environment.max_failed_fraction
+    total = num_failed + num_whole
     if num_failed > limit * total:
         first = run.ranks.first(next(filter(None, graded.episodes.errors), ""))
         what = f"{num_failed:.0f} of {total:.0f} episodes failed by faults of the environment"
@@ -150,13 +151,18 @@ def episode_sums(graded: Graded, policy_version: int, max_prompt_length: int) ->
     full_prompts, truncated, groups, and flat_groups, whose grades (without the overlong penalty) are equal.
     Episodes that failed by faults of the environment are in `episode/num_failed` only.
     """
-    episodes, rewards, is_whole = graded.episodes, graded.rewards, ~graded.episodes.failed
-    valid, group_ids = graded.valid & is_whole, episodes.tokens.group_ids
+    episodes = graded.episodes
+    rewards = graded.rewards
+    is_whole = ~graded.episodes.failed
+    valid = graded.valid & is_whole
+    group_ids = episodes.tokens.group_ids
     stop_reasons = [
         reason for reason, error in zip(episodes.stop_reasons, episodes.errors, strict=True) if not error
     ]
-    num_groups, num_whole = len(set(group_ids[is_whole].tolist())), len(stop_reasons)
-    num_aborted, num_overlong = stop_reasons.count("aborted"), episodes.stop_reasons.count(PROMPT_OVERLONG)
+    num_groups = len(set(group_ids[is_whole].tolist()))
+    num_whole = len(stop_reasons)
+    num_aborted = stop_reasons.count("aborted")
+    num_overlong = episodes.stop_reasons.count(PROMPT_OVERLONG)
     prompts = episodes.num_prompt[is_whole]
     groups = group_ids[valid]
     spread = has_spread(rewards.graded[valid], groups)
@@ -194,7 +200,8 @@ def episode_metrics(sums: HostSums, *, compares_siblings: bool) -> dict[str, flo
         metrics[f"reward/{term}/num_errors"] = sums[f"errors.{term}"]
     if compares_siblings:
         metrics["reward/zero_spread_groups"] = ratio(sums["flat_groups"], sums["groups"])
-    lengths, staleness = Moments.read(sums, "response_length"), Moments.read(sums, "staleness")
+    lengths = Moments.read(sums, "response_length")
+    staleness = Moments.read(sums, "staleness")
     return metrics | {
         "response_length/clip_ratio": ratio(sums["truncated"], lengths.count),
         "prompt_length/clip_ratio": ratio(sums["full_prompts"], lengths.count),
@@ -224,8 +231,10 @@ def age_sums(graded: Graded, policy_version: int, limit: int | None) -> Sums:
     version.
     """
     valid = graded.valid
-    episodes, tokens = graded.episodes.tokens.units.episode, graded.episodes.tokens
-    scores, versions = graded.rewards.graded[valid].double(), tokens.versions
+    episodes = graded.episodes.tokens.units.episode
+    tokens = graded.episodes.tokens
+    scores = graded.rewards.graded[valid].double()
+    versions = tokens.versions
     is_mixed = (episodes.max(versions) > -episodes.max(-versions)) & (episodes.lengths > 0)
     sums = moments("age", (policy_version - versions)[episodes.spread(valid)])
     sums |= counts({"aged": int(valid.sum()), "mixed": int((is_mixed & valid).sum())})
@@ -264,7 +273,8 @@ def environment_sums(graded: Graded, names: Iterable[str]) -> Sums:
     episode does not have is left out. Counts: `stop.REASON`, and `observed` tokens, which follow the first
     sampled token of their sequence and were not sampled.
     """
-    episodes, is_whole = graded.episodes, ~graded.episodes.failed
+    episodes = graded.episodes
+    is_whole = ~graded.episodes.failed
     columns = zip(episodes.metrics, episodes.stop_reasons, episodes.errors, strict=True)
     whole = [(metrics, reason) for metrics, reason, error in columns if not error]
     sums: Sums = {}
@@ -349,7 +359,8 @@ def ratio_sums(batch: TokenBatch, training_log_probs: Tensor, spec: RunSpec) -> 
     attend to may be of older weights, which sampled an earlier token of their sequence; if later requests use
     no old blocks, one of their turn. `is_mixed`: 1 for these tokens of any age, else 0.
     """
-    gaps, clears = training_log_probs - batch.rollout_log_probs, spec.rollout.stale_cache == "clear"
+    gaps = training_log_probs - batch.rollout_log_probs
+    clears = spec.rollout.stale_cache == "clear"
     current = (batch.column("age") == 0) & gaps.isfinite()
     if spec.algorithm.rollout_correction.bypass_mode:  # π_train moves with every update after the first
         current &= batch.units.episode.spread(batch.group_ids < spec.ppo_mini_batch_size)

@@ -215,7 +215,8 @@ class PromptDraws:
 
     def note(self, row: int, mean: float, count: int) -> None:
         """Records the mean score of a prompt's group."""
-        self.low, self.high = min(self.low, mean), max(self.high, mean)
+        self.low = min(self.low, mean)
+        self.high = max(self.high, mean)
         self.measured[row] = (mean, count)
 
     def chance(self, row: int, n: int, floor: float) -> float:

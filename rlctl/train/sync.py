@@ -34,7 +34,10 @@ SMALLEST_GAP = 1e-3
 #: `prove_sync` changes weights by about 2^−bit of themselves: the first of these bits that changes log-probs
 #: by this many usual gaps, and by this many nats. An engine has the changed weights if its log-probs are at
 #: most this share of the change away from theirs.
-_BITS, _CLEAR, _VISIBLE, _NEAR = (5, 4, 3, 2, 1), 8.0, 0.02, 0.25
+_BITS = (5, 4, 3, 2, 1)
+_CLEAR = 8.0
+_VISIBLE = 0.02
+_NEAR = 0.25
 
 
 def sync_weights(run: Run, step: int, timer: StepTimer) -> dict[str, float]:
@@ -48,7 +51,8 @@ def sync_weights(run: Run, step: int, timer: StepTimer) -> dict[str, float]:
 
 def check_first_sync(run: Run) -> None:
     """Tests the sync at the start of a run, by `prove_sync` or `confirm_sync`; raises as these."""
-    wanted, checks = run.spec.rollout.prove_sync, run.spec.rollout_engine.checks_syncs
+    wanted = run.spec.rollout.prove_sync
+    checks = run.spec.rollout_engine.checks_syncs
     if wanted or (wanted is None and checks and hasattr(run.actor, "perturbed")):  # not all engines of users
         run.tracker.note(prove_sync(run, run.start_step))
     else:
@@ -174,7 +178,8 @@ def _unreached_weights(run: Run, step: int, usual: float) -> list[str]:
 
 def _unproven(run: Run, stale: list[_Distance], num_replicas: int, unreached: list[str]) -> RunFailure:
     """The error that names what does not arrive, and where."""
-    where, first = f"rollout.name: {run.spec.rollout.name}", stale[0]
+    where = f"rollout.name: {run.spec.rollout.name}"
+    first = stale[0]
     if 1 < num_replicas == len(stale):
         who = f"every replica ({first.name}, …)"
     elif len(stale) > 1:
@@ -316,11 +321,13 @@ def _compared(
     all_sums = torch.tensor(run.ranks.sum(own_sums.flatten().tolist()), dtype=torch.float64)
     by_source = all_sums.view(world, len(summands))
     if name:
-        names, by_replica = [name], by_source.sum(0, keepdim=True)
+        names = [name]
+        by_replica = by_source.sum(0, keepdim=True)
     elif world == 1:
         names, by_replica = ["the rollout engine"], by_source
     else:
-        names, by_replica = [f"the engine of rank {rank}" for rank in range(world)], by_source
+        names = [f"the engine of rank {rank}" for rank in range(world)]
+        by_replica = by_source
     if not by_replica[:, 0].all():
         raise RunFailure("the rollout engine sampled no token after a weight sync", where="rollout.name")
     return [

@@ -356,7 +356,8 @@ def _with_loss_statistics(mini: MiniBatch, log_probs: Tensor, keep: Tensor) -> L
 
 def _refuse_nonfinite(sums: HostSums, losses: HostSums, mini: MiniBatch) -> None:
     """Refuses too many responses that are not finite, and parts that return NaN for the other ones."""
-    settings, total = mini.settings, sums["sequences"]
+    settings = mini.settings
+    total = sums["sequences"]
     bad = total - sums["finite_sequences"] + losses["nonfinite"]
     if bad > settings.spec.algorithm.rollout_correction.max_nonfinite_fraction * total:
         raise RunFailure(
@@ -371,7 +372,8 @@ def _refuse_nonfinite(sums: HostSums, losses: HostSums, mini: MiniBatch) -> None
             if name and registry[name].__module__ in USER_MODULES:
                 names.append(f"{registry.kind} {name}")
     if names:
-        message, fix = f"{' or '.join(names)} returned NaN", "for example, do not divide by a length of 0"
+        message = f"{' or '.join(names)} returned NaN"
+        fix = "for example, do not divide by a length of 0"
         raise RunFailure(message, where="algorithm.rollout_correction", fix=fix)
 
 
@@ -381,7 +383,8 @@ def _metrics(results: list[_MiniResult], settings: UpdateSettings) -> dict[str, 
         name: value if name.endswith(LARGEST) else value / settings.actor.ppo_epochs
         for name, value in added([result.correction for result in results]).items()
     }
-    losses, count = added([result.losses for result in results]), len(results)
+    losses = added([result.losses for result in results])
+    count = len(results)
     tokens = losses["tokens"]
     metrics = correction_metrics(correction, settings.rules)
     if settings.rules.weight.normalize and settings.rules.weight.level is not None:

@@ -60,7 +60,9 @@ def update_critic(
 
 def _backward(mini: TokenBatch, critic: CriticEngine, ranks: Ranks, spec: RunSpec) -> HostSums:
     """Accumulates the gradient of one mini-batch; returns its sums over all ranks."""
-    mode, horizon, unit = spec.critic.loss_agg_mode, spec.data.max_response_length, spec.algorithm.unit
+    mode = spec.critic.loss_agg_mode
+    horizon = spec.data.max_response_length
+    unit = spec.algorithm.unit
     lengths = mini.units.of(unit).lengths
     counts = ranks.sum([float(lengths.sum()), float((lengths > 0).sum())])
     passes = in_step(mini, spec.critic_micro_batch_size, spec.critic_max_token_len, ranks)

@@ -49,7 +49,8 @@ class BalanceTerm(Term):
 
     def share(self, tokens: KeptTokens) -> tuple[Tensor, Sums]:
         """See `Term.share`; `router_aux_loss`: before the coefficient."""
-        routing, counts = known(tokens.output.routing), known(self.expert_counts)
+        routing = known(tokens.output.routing)
+        counts = known(self.expert_counts)
         balance = balance_loss(routing, counts, tokens.num_all_tokens)
         return self.coefficient * balance, {"router_aux_loss": balance.detach()}
 

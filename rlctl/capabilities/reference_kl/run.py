@@ -35,7 +35,8 @@ class ReferenceKLTerm(Term):
 
     def share(self, tokens: KeptTokens) -> tuple[Tensor, Sums]:
         """See `Term.share`; `kl_loss`: before the coefficient."""
-        reference, rollout = tokens.column("ref_log_probs"), tokens.column("rollout_log_probs")
+        reference = tokens.column("ref_log_probs")
+        rollout = tokens.column("rollout_log_probs")
         kl = tokens.share_of(kl_loss(self.estimator, tokens.log_probs, reference, rollout, tokens.unit))
         return self.coefficient * kl, {"kl_loss": kl.detach()}
 

@@ -27,7 +27,8 @@ class SamplerTest(Capability):
 
     def __init__(self, spec: RunSpec) -> None:
         self._spec = spec
-        self._wealth, self._is_guaranteed = Wealth(), not guarantee_ends(spec)
+        self._wealth = Wealth()
+        self._is_guaranteed = not guarantee_ends(spec)
 
     def updated(self, record: StepRecord) -> dict[str, float]:
         """Bets on the tokens of one batch."""

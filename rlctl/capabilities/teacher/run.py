@@ -56,7 +56,8 @@ class SampledKLTerm(Term):
 
         The importance weights multiply the KL unless it contains π_θ/π_rollout itself.
         """
-        teacher, rollout = tokens.column("teacher_log_probs"), tokens.column("rollout_log_probs")
+        teacher = tokens.column("teacher_log_probs")
+        rollout = tokens.column("rollout_log_probs")
         kl = kl_loss(self.estimator, tokens.log_probs, teacher, rollout, tokens.unit)
         has_own_ratio = "rollout_log_probs" in KL_ESTIMATORS.part(self.estimator).needs
         return self.coefficient * _share(kl, tokens, is_weighted=not has_own_ratio), _sums(kl, tokens)
@@ -118,7 +119,8 @@ class Distillation(Capability):
     model: ListingPolicy
 
     def __init__(self, spec: RunSpec) -> None:
-        self._teacher, self._unit = spec.algorithm.teacher, spec.algorithm.unit
+        self._teacher = spec.algorithm.teacher
+        self._unit = spec.algorithm.unit
         self._max_length = spec.max_length
         self.vocabulary = 0
 

@@ -29,7 +29,8 @@ _LEAST_TAIL = 1e-7
 #: A log-prob, and the sum of probabilities of a list, may be above 0 and 1 by rounding.
 _ROUNDING = 1e-3
 #: Longest answer in bytes: of any request, and per token that it lists.
-_ANSWER_BYTES, _ENTRY_BYTES = 1 << 20, 1 << 10
+_ANSWER_BYTES = 1 << 20
+_ENTRY_BYTES = 1 << 10
 
 
 class _Entry(BaseModel):
@@ -70,7 +71,8 @@ class ServedTeacher:
     """
 
     def __init__(self, url: str, tokenizer: Any, device: torch.device, *, max_length: int) -> None:
-        self._url, self._device = url.rstrip("/"), device
+        self._url = url.rstrip("/")
+        self._device = device
         is_local = httpx.URL(url).host in {"localhost", "127.0.0.1", "::1"}
         key = os.environ.get(KEY_VARIABLE)
         self._client = httpx.Client(
@@ -95,7 +97,8 @@ class ServedTeacher:
         rows = []
         for token, entries in self._scored(inputs, count):
             ranked = sorted(entries.items(), key=lambda pair: -pair[1].logprob)[:count]
-            listed, ids = [entry.logprob for _, entry in ranked], [int(other) for other, _ in ranked]
+            listed = [entry.logprob for _, entry in ranked]
+            ids = [int(other) for other, _ in ranked]
             if len(ids) < count or max(ids) >= vocabulary:
                 message = (
                     f"the server lists {len(ids)} tokens up to {max(ids)}, not {count} below {vocabulary}"
@@ -152,7 +155,8 @@ class ServedTeacher:
         ids = list(range(0, len(tokenizer), -(-len(tokenizer) // count)))
         [entries] = self._prompts([ids], 0)
         for number, entry in list(zip(ids, entries, strict=True))[1:]:
-            own, theirs = tokenizer.decode([number]), entry[str(number)].decoded_token if entry else None
+            own = tokenizer.decode([number])
+            theirs = entry[str(number)].decoded_token if entry else None
             is_plain = number not in tokenizer.all_special_ids and "\ufffd" not in f"{own}{theirs}"
             if is_plain and theirs is not None and own != theirs:
                 differs = f"{number} is {theirs!r}, and {own!r} in the policy's"

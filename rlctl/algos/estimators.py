@@ -106,24 +106,24 @@ def estimate(name: str, inputs: AdvantageInputs) -> Estimate:
             advantages.
     """
     registered = ADVANTAGE_ESTIMATORS.part(name)
-    found = registered.function(inputs)
+    estimated = registered.function(inputs)
     per_episode = inputs.group_ids.shape
     per_token = inputs.token_rewards.shape
-    if not isinstance(found, Estimate):
-        ADVANTAGE_ESTIMATORS.check_returned(name, found, per_episode)
-        found = Estimate(inputs.unit.spread(found))
-    ADVANTAGE_ESTIMATORS.check_returned(name, found.advantages, per_token)
-    if found.returns is not None:
-        ADVANTAGE_ESTIMATORS.check_returned(f"{name} (returns)", found.returns, per_token)
+    if not isinstance(estimated, Estimate):
+        ADVANTAGE_ESTIMATORS.check_returned(name, estimated, per_episode)
+        estimated = Estimate(inputs.unit.spread(estimated))
+    ADVANTAGE_ESTIMATORS.check_returned(name, estimated.advantages, per_token)
+    if estimated.returns is not None:
+        ADVANTAGE_ESTIMATORS.check_returned(f"{name} (returns)", estimated.returns, per_token)
     elif "values" in registered.needs:
         message = f"advantage estimator {name} returned no target values for the critic"
         fix = "return Estimate(advantages, returns)"
         raise RunFailure(message, where=ADVANTAGE_ESTIMATORS.key, fix=fix)
-    num_bad = int(inputs.unit.any(~found.advantages.isfinite()).sum())
+    num_bad = int(inputs.unit.any(~estimated.advantages.isfinite()).sum())
     if num_bad:
         message = f"advantage estimator {name} gives NaN or infinite advantages to {num_bad} episodes"
         raise RunFailure(message, fix="for example, do not divide by a deviation of 0")
-    return replace(found, advantages=found.advantages.float())
+    return replace(estimated, advantages=estimated.advantages.float())
 
 
 def group_sums(values: Tensor, group_ids: Tensor) -> Tensor:

@@ -214,7 +214,7 @@ def added(parts: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     """The sums of all parts, which have the same names; tensors or floats."""
 
     def merged(name: str) -> Any:
-        values = [part[name] for part in parts]
+        values = [sums[name] for sums in parts]
         if not name.endswith(LARGEST):
             return sum(values[1:], values[0])
         return torch.stack(values).amax() if torch.is_tensor(values[0]) else max(values)
@@ -245,15 +245,15 @@ def moments(name: str, values: Tensor, n: Tensor | None = None) -> Sums:
     """
     x = values.double()
     if not len(x):
-        found = tuple(x.new_tensor((0.0, 0.0, 0.0, -math.inf, -math.inf)))
+        figures = tuple(x.new_tensor((0.0, 0.0, 0.0, -math.inf, -math.inf)))
     elif n is None:
         low, high = x.aminmax()
-        found = x.new_tensor(len(x)), x.sum(), x @ x, high, -low
+        figures = x.new_tensor(len(x)), x.sum(), x @ x, high, -low
     else:
         low = x.where(n > 0, math.inf).amin()
         high = x.where(n > 0, -math.inf).amax()
-        found = n.sum().double(), x @ n.double(), x * n @ x, high, -low
-    return {f"{name}{part}": value for part, value in zip(_MOMENTS, found, strict=True)}
+        figures = n.sum().double(), x @ n.double(), x * n @ x, high, -low
+    return {f"{name}{suffix}": value for suffix, value in zip(_MOMENTS, figures, strict=True)}
 
 
 @dataclass(frozen=True, slots=True)
@@ -269,7 +269,7 @@ class Moments:
     @classmethod
     def read(cls, sums: HostSums, name: str) -> Moments:
         """The moments that `moments` wrote under this name."""
-        return cls(*(sums[f"{name}{part}"] for part in _MOMENTS))
+        return cls(*(sums[f"{name}{suffix}"] for suffix in _MOMENTS))
 
     def with_zeros(self, count: float) -> Moments:
         """With this number of further values that are 0."""
@@ -317,5 +317,6 @@ def divided(sums: HostSums, name: str, factor: float) -> HostSums:
     """The sums `name.*` of x / factor instead of x, factor > 0."""
     scales = (1.0, factor, factor**2, factor, factor)
     return {
-        f"{name}{part}": sums[f"{name}{part}"] / scale for part, scale in zip(_MOMENTS, scales, strict=True)
+        f"{name}{suffix}": sums[f"{name}{suffix}"] / scale
+        for suffix, scale in zip(_MOMENTS, scales, strict=True)
     }

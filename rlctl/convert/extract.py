@@ -90,11 +90,11 @@ class ExtractedFile:
         self._nodes[definition.label] = statement
 
     def _moved(self, definition: Definition, name: str) -> Definition:
-        found = Definition(f"{shown_path(self.path)}:{name}")
-        found.file = PythonFile(self.path, None, {}, frozenset())
-        found.node = definition.node
-        found.at_top = True
-        return found
+        moved = Definition(f"{shown_path(self.path)}:{name}")
+        moved.file = PythonFile(self.path, None, {}, frozenset())
+        moved.node = definition.node
+        moved.at_top = True
+        return moved
 
     def _take(self, name: str) -> None:
         copied: dict[str, ast.stmt] = {}
@@ -138,7 +138,7 @@ class ExtractedFile:
         return iter(self._script.tree.body if self._script.tree else ())
 
     def _source(self, node: ast.stmt) -> str:
-        first = min([node.lineno, *(one.lineno for one in getattr(node, "decorator_list", []))])
+        first = min([node.lineno, *(decorator.lineno for decorator in getattr(node, "decorator_list", []))])
         lines = self._script.path.read_text(encoding="utf-8-sig").splitlines()
         return "\n".join(lines[first - 1 : node.end_lineno])
 
@@ -169,12 +169,12 @@ def _bound(node: ast.stmt) -> set[str]:
 def _import_of(node: ast.Import | ast.ImportFrom, name: str) -> ast.stmt:
     """The import of one name."""
     aliases = [alias for alias in node.names if (alias.asname or alias.name.partition(".")[0]) == name]
-    found = (
+    statement = (
         ast.ImportFrom(node.module, aliases, node.level)
         if isinstance(node, ast.ImportFrom)
         else ast.Import(aliases)
     )
-    return ast.copy_location(found, node)
+    return ast.copy_location(statement, node)
 
 
 def _is_constant(node: ast.Assign | ast.AnnAssign) -> bool:
@@ -183,5 +183,5 @@ def _is_constant(node: ast.Assign | ast.AnnAssign) -> bool:
         isinstance(node, ast.Assign) and not all(isinstance(t, ast.Name) for t in node.targets)
     ):
         return False
-    calls = [part.func for part in ast.walk(value) if isinstance(part, ast.Call)]
+    calls = [call.func for call in ast.walk(value) if isinstance(call, ast.Call)]
     return all(ast.unparse(called) in _HARMLESS for called in calls)

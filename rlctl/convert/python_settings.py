@@ -37,7 +37,7 @@ def parsed(
     except (SyntaxError, ValueError) as error:
         line = getattr(error, "lineno", 1)
         raise UsageError("not valid Python", where=f"{path}:{line}") from error
-    library = frozenset(name for one in chosen for name in one.packages)
+    library = frozenset(name for key_table in chosen for name in key_table.packages)
     return PythonFile(path, tree, variables, library, options)
 
 
@@ -46,7 +46,7 @@ def python_settings(
 ) -> tuple[KeyTable, list[ForeignSetting]] | None:
     """Reads the keyword arguments of configuration classes and later assignments to their attributes."""
     tree = file.tree or ast.Module([], [])
-    each = [(one, list(_python_settings(one, file, tree))) for one in chosen]
+    each = [(key_table, list(_python_settings(key_table, file, tree))) for key_table in chosen]
     best = max(each, key=lambda item: len(item[1]))
     best = best[0], _same_parts(best[0], best[1])
     unread = [setting for setting in best[1] if setting.key.endswith("**")]
@@ -137,13 +137,13 @@ def _python_settings(table: KeyTable, file: PythonFile, tree: ast.Module) -> Ite
 
 
 def _argument(
-    one: KeyTable, file: PythonFile, prefix: str, key: str | None, node: ast.expr
+    key_table: KeyTable, file: PythonFile, prefix: str, key: str | None, node: ast.expr
 ) -> Iterator[ForeignSetting]:
     """The setting of an argument; of `**mapping`, those of its entries."""
     where = f"line {node.lineno}"
     of_key = f"{prefix}{key}"
     names = file.parameters_at(node)
-    if key is not None and one.canonical(of_key) in one.parts:
+    if key is not None and key_table.canonical(of_key) in key_table.parts:
         items = [Pretrained(item) if type(item) is str else item for item in file.items(node, names)]
         yield ForeignSetting(of_key, [item for item in items if item is not None], where)
         return
@@ -155,22 +155,22 @@ def _argument(
         yield ForeignSetting(f"{prefix}{name}", each, where)
 
 
-def _subclasses(one: KeyTable, tree: ast.Module) -> dict[str, str]:
+def _subclasses(key_table: KeyTable, tree: ast.Module) -> dict[str, str]:
     """Classes of the file that inherit from one of the table's → that class."""
     subclasses: dict[str, str] = {}
     for node in ast.walk(tree):
         if isinstance(node, ast.ClassDef):
             bases = [ast.unparse(base).rpartition(".")[2] for base in node.bases]
-            known = [base if base in one.classes else subclasses.get(base) for base in bases]
+            known = [base if base in key_table.classes else subclasses.get(base) for base in bases]
             subclasses |= dict.fromkeys([node.name] if any(known) else [], next(filter(None, known), ""))
     return subclasses
 
 
-def _subclass_notes(one: KeyTable, tree: ast.Module) -> list[str]:
+def _subclass_notes(key_table: KeyTable, tree: ast.Module) -> list[str]:
     return [
         f"line {node.lineno}: {node.name} is a subclass: what its own code changes is not read"
         for node in ast.walk(tree)
-        if isinstance(node, ast.ClassDef) and node.name in _subclasses(one, tree)
+        if isinstance(node, ast.ClassDef) and node.name in _subclasses(key_table, tree)
     ]
 
 
@@ -181,7 +181,7 @@ def _called(call: ast.Call) -> str:
 
 def trainers(chosen: list[KeyTable]) -> list[str]:
     """Trainers whose arguments the tables read."""
-    return [name for one in chosen for name in one.classes if name.endswith("Trainer")]
+    return [name for key_table in chosen for name in key_table.classes if name.endswith("Trainer")]
 
 
 def other_trainers(text: str) -> str:

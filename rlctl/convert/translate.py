@@ -75,7 +75,7 @@ def translate(source: ForeignConfig) -> Translation:
         if isinstance(value, _Missing)
     }
     for key, setting in source.settings.items():
-        targets = [one for one in table.read_by.get(key, []) if key in faults.get(one, (key,))]
+        targets = [target for target in table.read_by.get(key, []) if key in faults.get(target, (key,))]
         _add_row(result, setting, values, {target: computed[target] for target in targets})
     _add_defaults(result, settings, defaults, computed)
     _refuse_unknown(result)
@@ -110,17 +110,17 @@ def _computed(formula: str, values: dict[str, Any]) -> Any:
         return _Missing(str(error))
     except ValueError:
         return unresolved[0] if unresolved else _Missing()
-    for part in value if isinstance(value, list) else [value]:
-        if isinstance(part, Open):
-            return Unresolved(part.text)
+    for item in value if isinstance(value, list) else [value]:
+        if isinstance(item, Open):
+            return Unresolved(item.text)
     return _LEFT_OUT if isinstance(value, str) and value == "leave out" else value
 
 
 def _faulty(
-    formula: str, values: dict[str, Any], defaults: dict[str, Any], given: dict[str, Any]
+    formula: str, values: dict[str, Any], defaults: dict[str, Any], settings: dict[str, Any]
 ) -> list[str]:
     """Keys of the file because of which a formula cannot be computed: all that it reads, if no single one."""
-    keys = [key for key in placeholders(formula) if key in given]
+    keys = [key for key in placeholders(formula) if key in settings]
     single = [
         key for key in keys if not isinstance(_computed(formula, values | {key: defaults.get(key)}), _Missing)
     ]
@@ -192,13 +192,13 @@ def _mapped(rule: KeyRule, value: Any) -> Any:
 
 
 def _add_defaults(
-    result: Translation, given: dict[str, Any], defaults: dict[str, Any], computed: dict[str, Any]
+    result: Translation, settings: dict[str, Any], defaults: dict[str, Any], computed: dict[str, Any]
 ) -> None:
     """Adds the framework's defaults that differ from rlctl's, or that have no equivalent."""
     ours = leaves_of(RunSpec()) | {"engine.dtype": None}  # whose default depends on the machine
     for key, rule in result.table.keys.items():
         default = defaults.get(key)
-        if key in given or (default is None and not rule.to):
+        if key in settings or (default is None and not rule.to):
             continue
         if rule.unsupported and not _is_neutral(rule, default):
             result.implied.append(KeyOutcome(key, default, "not supported", {}, rule.unsupported, ""))
@@ -216,7 +216,7 @@ def _add_defaults(
             continue
         result.spec |= became
         result.origins |= dict.fromkeys(became, f"default of {key}")
-        difference = rule.difference(default, defaults | given)
+        difference = rule.difference(default, defaults | settings)
         status: Status = "different" if difference else "same"
         result.implied.append(
             KeyOutcome(key, default, status, became, difference or rule.remark(default), "")
@@ -225,8 +225,10 @@ def _add_defaults(
 
 def _is_equal(value: Any, ours: Any) -> bool:
     if isinstance(value, list) or isinstance(ours, list | tuple):
-        one, two = (list(side) if isinstance(side, list | tuple) else [side] for side in (value, ours))
-        return one == two
+        theirs_listed, ours_listed = (
+            list(side) if isinstance(side, list | tuple) else [side] for side in (value, ours)
+        )
+        return theirs_listed == ours_listed
     return bool(value == ours) or word(value) == word(ours)
 
 

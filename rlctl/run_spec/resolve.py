@@ -98,8 +98,8 @@ def _weight_rule(spec: RolloutCorrectionSpec, problems: list[Problem]) -> Weight
     if spec.rollout_is is None:
         message = "rollout_is is null, so no weight has this parameter"
         problems += unread_params(key, spec.rollout_is_params, message)
-    elif found := param_problems(CORRECTION_WEIGHTS, spec.rollout_is, key, spec.rollout_is_params):
-        problems += found
+    elif faults := param_problems(CORRECTION_WEIGHTS, spec.rollout_is, key, spec.rollout_is_params):
+        problems += faults
     else:
         params = params_of(CORRECTION_WEIGHTS.part(spec.rollout_is), spec.rollout_is_params)
     try:
@@ -153,8 +153,8 @@ def _reject_rules(spec: RolloutCorrectionSpec, problems: list[Problem]) -> tuple
     is_doubled = False
     unread = dict(spec.rollout_rs_params)
     if names and len(thresholds) != len(names):
-        given = f"{len(thresholds)} given for {len(names)} criteria" if thresholds else "missing"
-        faults.append(f"{given}; rollout_rs names {', '.join(names)}")
+        count = f"{len(thresholds)} given for {len(names)} criteria" if thresholds else "missing"
+        faults.append(f"{count}; rollout_rs names {', '.join(names)}")
         thresholds = []
     in_metrics = [_metric_name(name) for name in names]
     for position, name in enumerate(names):
@@ -196,15 +196,15 @@ def _criterion(
         problems.append(Problem("error", RS_KEY, message, error.fix))
         return None
     declared = criterion.params.model_fields if criterion.params else {}
-    given = {key: value for key, value in spec.rollout_rs_params.items() if key in declared}
-    for key in given:
+    params = {key: value for key, value in spec.rollout_rs_params.items() if key in declared}
+    for key in params:
         unread.pop(key, None)
-    found = param_problems(REJECTION_CRITERIA, name, f"{CORRECTION}rollout_rs_params", given)
-    problems += found
-    if found:
+    faults = param_problems(REJECTION_CRITERIA, name, f"{CORRECTION}rollout_rs_params", params)
+    problems += faults
+    if faults:
         return None
     reduction: Reduction = "none" if criterion.unit == "token" else "given"
-    form = _form(criterion.name, reduction, criterion.unit, params=params_of(criterion, given))
+    form = _form(criterion.name, reduction, criterion.unit, params=params_of(criterion, params))
     return _Criterion(form, _largest_or_both)
 
 
@@ -253,7 +253,7 @@ def parse_threshold(text: str) -> Numbers:
     """
     parts = text.strip().split("_")
     try:
-        numbers = tuple(float(part) for part in parts)
+        numbers = tuple(float(number) for number in parts)
     except ValueError:
         numbers = ()
     if len(numbers) not in {1, 2} or not all(math.isfinite(number) and number > 0 for number in numbers):

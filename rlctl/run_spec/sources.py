@@ -45,9 +45,9 @@ class Origin:
         """As the dry run prints it, e.g. `preset rloo-seq-is:7`."""
         if self.layer == "embedded":
             return "embedded model"
-        place = f"{self.name}:{self.line}" if self.line else (self.name or "")
-        shown = {"preset": f"preset {place}", "inferred": f"inferred: {place}"}
-        return (shown | dict.fromkeys(("file", "hardware"), place)).get(self.layer, self.layer)
+        location = f"{self.name}:{self.line}" if self.line else (self.name or "")
+        shown = {"preset": f"preset {location}", "inferred": f"inferred: {location}"}
+        return (shown | dict.fromkeys(("file", "hardware"), location)).get(self.layer, self.layer)
 
 
 COMMAND_LINE = Origin("command line")
@@ -173,8 +173,8 @@ class _StrictLoader(yaml.BaseLoader):
         return node
 
 
-def _refusal(what: str, event: yaml.Event) -> yaml.MarkedYAMLError:
-    return yaml.MarkedYAMLError(problem=what, problem_mark=cast("yaml.Mark", event.start_mark))
+def _refusal(problem: str, event: yaml.Event) -> yaml.MarkedYAMLError:
+    return yaml.MarkedYAMLError(problem=problem, problem_mark=cast("yaml.Mark", event.start_mark))
 
 
 def _flatten(
@@ -204,13 +204,13 @@ def _plain(node: yaml.Node, source: SpecSource) -> Any:
         return [_plain(item, source) for item in node.value]
     if not isinstance(node, yaml.MappingNode):
         return parse_scalar(node.value) if _is_plain(node) else node.value
-    found: dict[Any, Any] = {}
+    mapping: dict[Any, Any] = {}
     for key_node, value in node.value:
         key = _plain(key_node, source) if _is_plain(key_node) else str(key_node.value)
-        if key in found:
+        if key in mapping:
             source.refuse(_line(key_node), f"`{key}` is given twice in one mapping", "keep one of them")
-        found[key] = _plain(value, source)
-    return found
+        mapping[key] = _plain(value, source)
+    return mapping
 
 
 def _is_plain(node: yaml.Node) -> bool:

@@ -131,14 +131,14 @@ class RolloutWriter:
         every = Episodes.of(episodes)
         chosen = whole_groups([task.group_id for task in every.tasks], self._max)
         kept = every.pick(chosen)
-        graded = [rewards[place] for place in chosen]
-        known = [terms[place] if terms else None for place in chosen]
-        said = [remarks[place] if remarks else None for place in chosen]
+        graded = [rewards[index] for index in chosen]
+        known = [terms[index] if terms else None for index in chosen]
+        said = [remarks[index] if remarks else None for index in chosen]
         of_chosen = np.isin(np.repeat(np.arange(len(every)), every.num_sampled.numpy()), chosen)
         # NumPy has no bfloat16
-        given = {name: x.detach().float().cpu().numpy()[of_chosen] for name, x in columns.items()}
+        arrays = {name: x.detach().float().cpu().numpy()[of_chosen] for name, x in columns.items()}
         self._batches.append(
-            _record_batch(step, kept, graded, known, said, given, self._schema, self._decode)
+            _record_batch(step, kept, graded, known, said, arrays, self._schema, self._decode)
         )
         self._steps.append(step)
         if len(self._steps) >= FLUSH_STEPS or sum(batch.nbytes for batch in self._batches) >= FLUSH_BYTES:
@@ -206,12 +206,12 @@ class RolloutWriter:
 def _damage(path: Path, schema: pa.Schema) -> str:
     """Reason why a part cannot be read; empty if it can."""
     try:
-        found = pq.ParquetFile(path).schema_arrow
+        stored = pq.ParquetFile(path).schema_arrow
         versions, older = [schema], schema
         for name in ("remarks", "terms"):  # which version 3 and 2 lack; readers promote them
             older = older.remove(older.get_field_index(name))
             versions.append(older)
-        if not any(found.equals(version) for version in versions):
+        if not any(stored.equals(version) for version in versions):
             return "it has other columns"
     except (OSError, pa.ArrowInvalid) as error:
         return first_line(error)
@@ -264,7 +264,7 @@ def _record_batch(
     rewards: Sequence[float | None],
     terms: Sequence[Mapping[str, float] | None],
     remarks: Sequence[Mapping[str, str] | None],
-    given: Mapping[str, Any],
+    arrays: Mapping[str, Any],
     schema: pa.Schema,
     decode: Callable[[list[int]], str] | None,
 ) -> pa.RecordBatch:
@@ -292,11 +292,11 @@ def _record_batch(
         "turn": pa.array(over_all(tokens.turns.numpy(), -1)),
         "versions": pa.array(over_all(tokens.versions.numpy(), -1)),
         "rollout_log_probs": pa.array(over_all(tokens.rollout_log_probs.numpy(), 0.0), mask=~sampled),
-        "keep_mask": pa.array((over_all(given["keep_mask"], 0.0) > 0) & has_reward),
+        "keep_mask": pa.array((over_all(arrays["keep_mask"], 0.0) > 0) & has_reward),
     }
-    weights = np.where(has_reward, over_all(given["rollout_is_weights"], 0.0), np.float32(0.0))
+    weights = np.where(has_reward, over_all(arrays["rollout_is_weights"], 0.0), np.float32(0.0))
     flat["rollout_is_weights"] = pa.array(weights, mask=~sampled)
-    trained = over_all(given["training_log_probs"], 0.0)
+    trained = over_all(arrays["training_log_probs"], 0.0)
     flat["training_log_probs"] = pa.array(trained, mask=~(sampled & has_reward))
 
     def texts(values: list[str]) -> list[str]:
@@ -335,8 +335,8 @@ def _record_batch(
     }
     for name, kind in _LISTS.items():
         columns[name] = pa.ListArray.from_arrays(offsets, flat[name].cast(kind))
-    for name in given.keys() - _LISTS.keys():
-        values = over_all(given[name], np.float32(0.0))
+    for name in arrays.keys() - _LISTS.keys():
+        values = over_all(arrays[name], np.float32(0.0))
         flat[name] = pa.array(values, mask=~(sampled & has_reward))
         columns[name] = pa.ListArray.from_arrays(offsets, flat[name])
     if KEPT.name in schema.names:

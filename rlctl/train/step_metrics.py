@@ -123,9 +123,9 @@ def _refuse_failed(run: Run, num_failed: float, num_whole: float, graded: Graded
     total = num_failed + num_whole
     if num_failed > limit * total:
         first = run.ranks.first(next(filter(None, graded.episodes.errors), ""))
-        what = f"{num_failed:.0f} of {total:.0f} episodes failed by faults of the environment"
+        message = f"{num_failed:.0f} of {total:.0f} episodes failed by faults of the environment"
         fix = f"correct the environment, or raise environment.max_failed_fraction (now {limit:g})"
-        raise RunFailure(f"{what}; the first: {first}", where="environment", fix=fix)
+        raise RunFailure(f"{message}; the first: {first}", where="environment", fix=fix)
 
 
 def _refuse_overlong(run: Run, num_overlong: float, graded: Graded) -> None:
@@ -391,18 +391,18 @@ def ratio_metrics(sums: HostSums, spec: RunSpec, probed: float | None) -> dict[s
     is_apart = not truncates or rollout.exact_sampling  # then fresh tokens show the engine alone
     engine = fresh if is_apart and fresh is not None else probed
     share = Moments.read(sums, "is_mixed").mean
-    found = {} if engine is None else {ENGINE: engine}
+    metrics = {} if engine is None else {ENGINE: engine}
     if rollout.in_flight:
-        found[STALE_CACHE] = 0.0 if rollout.stale_cache == "recompute" else share
+        metrics[STALE_CACHE] = 0.0 if rollout.stale_cache == "recompute" else share
     if not is_apart and engine is not None and fresh is not None:
-        found["rollout_corr/split/kept_set"] = fresh - engine
+        metrics["rollout_corr/split/kept_set"] = fresh - engine
     known = fresh if fresh is not None else engine if is_apart else None
     if known is None or total is None:
-        return found
+        return metrics
     cache = share * (mixed - known) if mixed is not None else 0.0
     if mixed is not None:
-        found["rollout_corr/split/cache"] = cache
-    return found | {"rollout_corr/split/staleness": total - known - cache}
+        metrics["rollout_corr/split/cache"] = cache
+    return metrics | {"rollout_corr/split/staleness": total - known - cache}
 
 
 # --- seconds, notices and warnings ---------------------------------------------------------------------
@@ -490,8 +490,8 @@ def step_warnings(
         why = "loss or gradient was not finite; lower critic.lr"
         yield "critic", f"{skipped:.0f} updates of the critic withheld: {why}"
     if metrics.get("reward/zero_spread_groups") == 1.0:
-        what = "within every group all grades are equal: group-relative advantages are zero"
-        yield "flat", f"{what}, or come from the penalties alone"
+        message = "within every group all grades are equal: group-relative advantages are zero"
+        yield "flat", f"{message}, or come from the penalties alone"
     if metrics.get("response_length/clip_ratio") == 1.0:
         yield (
             "endless",
@@ -501,8 +501,8 @@ def step_warnings(
         yield "environment", f"{failed:.0f} episodes failed by faults of the environment; they are excluded"
     if overlong := metrics.get(OVERLONG_PROMPTS):
         limit = f"data.max_prompt_length = {spec.data.max_prompt_length}"
-        what = f"the first prompts of {overlong:.0f} episodes, with tools and what reset said"
-        yield "overlong", f"{what}, have more than {limit} tokens; they are excluded"
+        message = f"the first prompts of {overlong:.0f} episodes, with tools and what reset said"
+        yield "overlong", f"{message}, have more than {limit} tokens; they are excluded"
     if errors := metrics["reward/num_errors"]:
         yield "grader", f"the grader failed on {errors:.0f} responses; they are excluded"
     if count := metrics["reward/num_timeouts"]:

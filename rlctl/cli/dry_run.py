@@ -72,7 +72,11 @@ def print_dry_run(loaded: LoadedSpec, options: PlanOptions) -> int:
     elif placement.machine.gpus:  # the warnings of the spec are about this machine
         known = {problem.what for problem in loaded.warnings}
         unusable += [problem for problem in slow_on_a_gpu(spec) if problem.what not in known]
-    exit_code = 2 if has_errors(unusable) else 4 if missing else 0
+    exit_code = 0
+    if has_errors(unusable):
+        exit_code = 2
+    elif missing:
+        exit_code = 4
     if options.output_format == "json":
         write_out(as_json(plan_document(placement, [*loaded.warnings, *unusable, *missing])), None)
         return exit_code

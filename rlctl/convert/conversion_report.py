@@ -29,7 +29,10 @@ def spec_yaml(result: Translation, name: str) -> str:
             lines.append("")
         if key in missing:
             lines.append(f"# Missing: {key}: {visible(missing[key], keep='')}")
-        lines += [given[key]] if key in given else [f"{key}: {NO_VALUE}"] if key in known_leaves() else []
+        if key in given:
+            lines.append(given[key])
+        elif key in known_leaves():
+            lines.append(f"{key}: {NO_VALUE}")
     return "\n".join(lines) + "\n"
 
 

@@ -405,13 +405,11 @@ class PythonFile:
                 case ast.Expr(
                     value=ast.Call(func=ast.Attribute(value=ast.Name(id=name), attr=attr), args=args)
                 ):
-                    added = (
-                        ast.List(args, ast.Load())
-                        if attr == _APPENDS
-                        else args[0]
-                        if len(args) == 1
-                        else None
-                    )
+                    added: ast.expr | None = None
+                    if attr == _APPENDS:
+                        added = ast.List(args, ast.Load())
+                    elif len(args) == 1:
+                        added = args[0]
                     known = attr in (_APPENDS, _EXTENDS) and added is not None
                     if known or attr in ("insert", "remove", "pop", "clear", "update"):
                         entry = (block, added) if known and added is not None else (-1, ast.Constant(None))

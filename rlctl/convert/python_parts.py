@@ -121,7 +121,9 @@ def _weighted(functions: Any, weights: Any, model: Any) -> list[tuple[Any, float
 def _listed(value: Any) -> list[Any]:
     if isinstance(value, Open):
         raise NoCounterpart(f"not determined by the file: {value.text}")
-    return [] if value is None else list(value) if isinstance(value, list) else [value]
+    if value is None:
+        return []
+    return list(value) if isinstance(value, list) else [value]
 
 
 def _registered(item: Any) -> Any:

@@ -315,7 +315,10 @@ class _Shell:
             if char == "\\" and following:
                 end = at + 2
                 is_escape = not quoted or following in '$`"\\\n'
-                yield ("" if following == "\n" else following if is_escape else f"\\{following}"), True
+                if following == "\n":
+                    yield "", True
+                else:
+                    yield following if is_escape else f"\\{following}", True
             elif not quoted and (char == "'" or char + following == "$'"):
                 start = at + 1 + (char == "$")
                 end = _end_of(raw, start - 1)
@@ -450,7 +453,9 @@ def _test(words: list[str]) -> bool | None:  # noqa: PLR0911
     if at is not None:
         sides = {_test(words[:at]), _test(words[at + 1 :])}
         decides = words[at] in {"||", "-o"}
-        return decides if decides in sides else None if None in sides else not decides
+        if decides in sides:
+            return decides
+        return None if None in sides else not decides
     if words[:1] == ["!"]:
         inner = _test(words[1:])
         return None if inner is None else not inner

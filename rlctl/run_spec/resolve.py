@@ -104,7 +104,9 @@ def _weight_rule(spec: RolloutCorrectionSpec, problems: list[Problem]) -> Weight
         params = params_of(CORRECTION_WEIGHTS.part(spec.rollout_is), spec.rollout_is_params)
     try:
         numbers = parse_threshold(spec.rollout_is_threshold)
-        default: Bound = "clip" if not is_verl else "truncate" if len(numbers) == 1 else "mask"
+        default: Bound = "clip"
+        if is_verl:
+            default = "truncate" if len(numbers) == 1 else "mask"
         bound = spec.rollout_is_bound or default
         lower, upper = _weight_interval(numbers, bound)
     except _ThresholdError as error:

@@ -280,7 +280,9 @@ def _colour(value: float | None, levels: tuple[float, float]) -> str:
         return ""
     bad, doubtful = levels
     sign = 1.0 if bad < doubtful else -1.0
-    return "red" if sign * value < sign * bad else "yellow" if sign * value < sign * doubtful else "green"
+    if sign * value < sign * bad:
+        return "red"
+    return "yellow" if sign * value < sign * doubtful else "green"
 
 
 def _of(step: int, total: float) -> str:

@@ -396,7 +396,9 @@ def ratio_metrics(sums: HostSums, spec: RunSpec, probed: float | None) -> dict[s
         metrics[STALE_CACHE] = 0.0 if rollout.stale_cache == "recompute" else share
     if not is_apart and engine is not None and fresh is not None:
         metrics["rollout_corr/split/kept_set"] = fresh - engine
-    known = fresh if fresh is not None else engine if is_apart else None
+    known = fresh
+    if fresh is None and is_apart:
+        known = engine
     if known is None or total is None:
         return metrics
     cache = share * (mixed - known) if mixed is not None else 0.0

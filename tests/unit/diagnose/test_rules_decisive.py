@@ -147,4 +147,4 @@ def test_diagnose_asks_the_dumps_of_a_run_itself(tmp_path, policies, capsys, is_
     assert rlctl(["diagnose", str(run_dir), "--trust"]) == 0
     out = capsys.readouterr().out
     assert ("new weights were never delivered" in out) is is_severed
-    assert ("weight sync" in out.splitlines()[0]) is is_severed
+    assert ("prove-sync" in out.splitlines()[0]) is is_severed

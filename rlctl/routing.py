@@ -18,6 +18,7 @@ from __future__ import annotations
 import contextlib
 import re
 import threading
+from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass
 from types import SimpleNamespace
@@ -124,10 +125,18 @@ class Routing(TorchFunctionMode):
         if not self._is_of_router(scores, result.indices):
             return result
         if self._experts is not None:
-            experts = self._replayed(self._experts, result.indices)
-            result = torch.return_types.topk((scores.gather(-1, experts), experts))
+            if (ranks := _ranks()) is not None:
+                ranks.add(self._router, scores, self._experts)
+            else:
+                experts = self._replayed(self._experts, result.indices)
+                result = torch.return_types.topk((scores.gather(-1, experts), experts))
         self.chosen.append(result.indices)
         return result
+
+    @property
+    def _router(self) -> int:
+        """Number of the router whose turn it is."""
+        return (self._first + len(self.chosen)) % len(self._mixture.layers)
 
     def _is_of_router(self, scores: Tensor, chosen: Tensor) -> bool:
         """Whether k of E were chosen; models also choose groups of experts, for example."""
@@ -140,8 +149,7 @@ class Routing(TorchFunctionMode):
         Args:
             of_routers: (n, routers, k), −1: not known.
         """
-        router = (self._first + len(self.chosen)) % len(self._mixture.layers)
-        experts = of_routers[:, router].view(chosen.shape).to(chosen)
+        experts = of_routers[:, self._router].view(chosen.shape).to(chosen)
         return torch.where(experts >= 0, experts, chosen)
 
     def again(self) -> Routing:
@@ -164,6 +172,90 @@ class Routing(TorchFunctionMode):
         routers = len(self._mixture.layers)
         of_tokens = [choice.flatten(0, -2) for choice in self.chosen]
         return [torch.stack(of_tokens[at : at + routers], 1) for at in range(0, len(of_tokens), routers)]
+
+
+#: Score of a layer, see `RouteRanks`, from which its experts are not those of the router.
+_FOREIGN = 0.5
+#: Fewest experts of a layer that are judged.
+_FEWEST_EXPERTS = 32
+
+
+class RouteRanks:
+    """How recorded experts rank among the scores of the model's own routers.
+
+    While it is active, experts are ranked instead of replayed: replaying wrong ones in a layer would change
+    what the routers after it read.
+
+    The score of a layer is the mean of (rank − (k − 1)/2) / ((E − k)/2) over the recorded experts, rank 0
+    being the router's highest score of E: 0 if the router would have chosen the same k experts, 1 on average
+    if they have nothing to do with it, as after a shift of the layers, a permutation of the experts, or with
+    the routes of a draft head. Every router is compared with the record of every layer, so that a shift has a
+    name.
+
+    Attributes:
+        sums: (routers, layers, 2) float64: Σ of the above, and the number of experts; None: no pass yet.
+    """
+
+    def __init__(self) -> None:
+        self.sums: Tensor | None = None
+
+    def __enter__(self) -> RouteRanks:
+        _ACTIVE.ranks = self
+        return self
+
+    def __exit__(self, *error: Any) -> None:
+        _ACTIVE.ranks = None
+
+    def add(self, router: int, scores: Tensor, experts: Tensor) -> None:
+        """Ranks the record of n tokens.
+
+        Args:
+            router: number of the router that computed the scores.
+            scores: (…, E) of these tokens.
+            experts: (n, routers, k); −1: not recorded.
+        """
+        (_, layers, k), scores = experts.shape, scores.detach().float().flatten(0, -2)
+        count = scores.shape[-1]
+        if count == k:  # every expert is chosen
+            return
+        if self.sums is None:
+            self.sums = torch.zeros(layers, layers, 2, dtype=torch.float64)
+        experts = experts.to(scores.device).long()
+        ranks = scores.argsort(-1, descending=True).argsort(-1)
+        places = ranks[:, None, :].expand(-1, layers, -1).gather(2, experts.clamp(min=0)).double()
+        is_known = experts >= 0
+        excess = ((places - (k - 1) / 2) / ((count - k) / 2)).where(is_known, 0.0)
+        self.sums[router, :, 0] += excess.sum((0, 2)).cpu()
+        self.sums[router, :, 1] += is_known.sum((0, 2)).cpu()
+
+
+def foreign_routes(sums: Tensor) -> str:
+    """What is wrong with recorded experts, in words; empty: they are those of the routers, or too few.
+
+    Args:
+        sums: (routers, layers, 2), as `RouteRanks.sums`, over all ranks.
+    """
+    counts = sums[..., 1]
+    scores = sums[..., 0] / counts.clamp(min=1)
+    own, judged = scores.diagonal(), counts.diagonal() >= _FEWEST_EXPERTS
+    foreign = (own > _FOREIGN) & judged
+    if not foreign.any():
+        return ""
+    places = foreign.nonzero().squeeze(1)
+    fitting = [place for place in places.tolist() if scores[place].min() < _FOREIGN / 2]
+    shifts = Counter(int(scores[place].argmin()) - place for place in fitting).most_common(1)
+    which = f"in {len(places)} of {int(judged.sum())} layers"
+    worst = f"score up to {float(own[foreign].max()):.2f}; 0: the same, 1: unrelated"
+    if shifts and 2 * shifts[0][1] >= len(places):
+        shift = shifts[0][0]
+        how = f"they are those of the layer {abs(shift)} {'later' if shift > 0 else 'earlier'}"
+    else:
+        how = "they fit no layer: experts in another order, or of another model, such as a draft head"
+    return f"{which} the recorded experts are not those of the router ({worst}): {how}"
+
+
+def _ranks() -> RouteRanks | None:
+    return getattr(_ACTIVE, "ranks", None)
 
 
 def recomputing() -> tuple[Any, Any]:

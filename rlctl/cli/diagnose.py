@@ -18,6 +18,8 @@ if TYPE_CHECKING:
     from rlctl.diagnose.readers.reader_files import Readers
     from rlctl.diagnose.rule import Diagnosis
     from rlctl.diagnose.table import RunLog
+    from rlctl.mismatch.sampler_report import SamplerReport
+    from rlctl.mismatch.who_sampled import WhoSampled
     from rlctl.terminal import Console
 
 DiagnosisFormat = Literal["text", "json", "markdown", "html"]
@@ -86,8 +88,8 @@ def diagnose(
         bool,
         typer.Option(
             "--sampler-test",
-            help="Test with a run's rollouts, or a Parquet file with both log-probs per token, whether the "
-            "sampler drew its tokens with the log-probs that it reports.",
+            help="Test with a run's rollouts, or files (.parquet, .jsonl, slime's .pt) with both log-probs "
+            "per token, whether the sampler drew its tokens with the log-probs that it reports.",
         ),
     ] = False,
     plan: Annotated[
@@ -147,7 +149,7 @@ def diagnose(
         )
         refuse_options(context, refused, f"applies to findings, and {asked[0]} computes none")
         answers = ask(asked[0], paths, output_format, out, trust=trust)
-        raise typer.Exit(3 if fail_on and any(answer.fault for answer in answers) else 0)
+        raise typer.Exit(3 if fail_on and any(_reaches(answer, fail_on) for answer in answers) else 0)
     _check(paths, output_format, out, fix)
     from rlctl.diagnose.readers.reader_files import BUILT_IN
     from rlctl.diagnose.rule import all_rules, examine, metrics_read
@@ -173,6 +175,12 @@ def diagnose(
         raise typer.Exit(3)
     if unreadable:
         raise typer.Exit(2)
+
+
+def _reaches(answer: WhoSampled | SamplerReport, level: Literal["warning", "critical"]) -> bool:
+    """Whether an answer accuses the sampler at this level; a named fault is critical unless it says less."""
+    severity = getattr(answer, "severity", "critical") if answer.fault else None
+    return severity in {"critical", level}
 
 
 def _report(errors: Sequence[UsageError]) -> None:

@@ -79,12 +79,16 @@ def _print(console: Console, report: MismatchReport) -> None:
     counts = f"{report.num_sequences} responses, {gap.num_tokens} tokens"
     sizes = f"mean |r| {gap.abs_mean:.2g}, mean {gap.mean:.2g}, std {gap.std:.2g}, max |r| {gap.abs_max:.2g}"
     ess = f"ESS {gap.ess_token:.3f} per token, {gap.ess_sequence:.3f} per sequence"
-    for name, text in {
+    about = {
         "trainer": report.trainer,
         "engine": report.engine,
         "request": f"{report.settings}; {counts}",
         "gap": f"log-ratio r: {sizes}; k3 {gap.k3:.2g}; {ess}",
-    }.items():
+    }
+    if report.total_variation:
+        low, high = report.total_variation
+        about["apart"] = f"total variation of the next-token distributions between {low:.2g} and {high:.2g}"
+    for name, text in about.items():
         line((f"  {name:<8}", "dim"), text)
     for number, cause in enumerate(report.causes, start=1):
         line((f"\n{number}. {cause.name}", "bold yellow"), (f"  {cause.share:.0%} of the gap", "dim"))

@@ -114,7 +114,8 @@ def _print_sampler_test(console: Console, title: str, report: SamplerReport) -> 
     from rlctl.text_table import print_table
 
     console.print(Text(f"Sampler test — {title}", style="bold"))
-    console.print(Text(report.conclusion, style="red" if report.fault else ""))
+    style = {"critical": "red", "warning": "yellow", None: ""}[report.severity]
+    console.print(Text(report.conclusion, style=style))
     z = "—" if report.z is None else f"{report.z:.3g}"
     console.print(
         f"{report.num_tokens:,} tokens of {report.num_steps:,} steps: largest log wealth "
@@ -131,8 +132,9 @@ def _print_sampler_test(console: Console, title: str, report: SamplerReport) -> 
         for line in report.lines
     ]
     print_table(console, ("by", "", "tokens", "mean ρ", "z"), rows, right={2, 3, 4})
-    if report.no_guarantee:
-        console.print(Text(f"note  an alarm has no guarantee: {report.no_guarantee}", style="dim"))
+    guarantee = [f"an alarm has no guarantee: {report.no_guarantee}"] if report.no_guarantee else []
+    for note in (*guarantee, *report.notes):
+        console.print(Text(f"note  {note}", style="dim"))
 
 
 def _print_plan(console: Console, title: str, plan: RunPlan) -> None:

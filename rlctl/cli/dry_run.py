@@ -42,6 +42,7 @@ class PlanOptions:
     show_all: bool = False  # add all bands of ρ, the memory by its parts and every value with its origin
     machine: str | None = None  # name of the machine to plan for; None: this one
     mean_response: str | None = None  # mean tokens of a response, or a run that has it; None: not known
+    resumed: Path | None = None  # directory of the run that would continue; None: a new one
     #: `json`: problems, memory, stages and suggestions as one object
     output_format: Literal["text", "json"] = "text"
 
@@ -81,7 +82,7 @@ def print_dry_run(loaded: LoadedSpec, options: PlanOptions) -> int:
         write_out(as_json(plan_document(placement, [*loaded.warnings, *unusable, *missing])), None)
         return exit_code
     used = summary.print_verdict([*loaded.warnings, *unusable, *missing], placement, console)
-    sections = [summary.inferred(loaded), summary.checked(row)]
+    sections = [summary.inferred(loaded), summary.checked(row), summary.so_far(spec, options.resumed)]
     if not options.show_all:
         sections += [summary.correction(spec), summary.values(loaded)]
     # the last two lines say that nothing was started

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import statistics
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from rich.text import Text
 
+from rlctl.algos.usable_length import UsableLength, usable_length
 from rlctl.cli.output import print_indented, print_problems
-from rlctl.errors import visible
+from rlctl.errors import UsageError, visible
 from rlctl.extras import TRAINING, first_missing
 from rlctl.registry import POLICY_LOSSES
 from rlctl.run_spec.explain import BatchArithmetic, bands
@@ -17,9 +19,12 @@ from rlctl.run_spec.machine import gib
 from rlctl.run_spec.memory import memory_total
 from rlctl.run_spec.resolve import correction_rules, loss_rule
 from rlctl.run_spec.step_time import Seconds
+from rlctl.track.open_run import open_run
 from rlctl.train.preflight import count_rows
 
 if TYPE_CHECKING:
+    from pathlib import Path
+
     from rlctl.errors import Problem
     from rlctl.run_spec.load import LoadedSpec
     from rlctl.run_spec.placement import Placement
@@ -140,6 +145,28 @@ def checked(row: FirstRow) -> Section:
             cut = [cut[0], f"… {len(cut) - _PROMPT_LINES + 1} lines …", *cut[2 - _PROMPT_LINES :]]
         lines += [Text(f"│ {visible(line)}", "dim") for line in cut]
     return "Checked, with the first row", lines
+
+
+#: Steps whose median is compared.
+_LAST_STEPS = 20
+
+
+def so_far(spec: RunSpec, resumed: Path | None) -> Section:
+    """With weights of sequences: up to which length they are useful, from the log of a run that continues."""
+    title = "Measured so far"
+    if resumed is None or spec.algorithm.rollout_correction.rollout_is != "sequence":
+        return title, []
+    try:
+        rows = open_run(resumed).rows()
+    except UsageError:
+        return title, []
+    pairs = [(row.get("rollout_corr/chi2_token"), row.get("response_length/mean")) for row in rows]
+    known = [pair for pair in pairs if all(isinstance(x, int | float) for x in pair)][-_LAST_STEPS:]
+    if not known:
+        return title, []
+    chi2, length = (statistics.median(column) for column in zip(*known, strict=True))
+    measured = UsableLength(usable_length(chi2), (), round(length))
+    return title, [Text(measured.text, "yellow" if measured.is_exceeded else "")]
 
 
 def correction(spec: RunSpec) -> Section:

@@ -160,7 +160,7 @@ def train(
     if dry_run:
         from rlctl.cli.dry_run import PlanOptions, print_dry_run
 
-        options = PlanOptions(show_all, machine, mean_response, output_format)
+        options = PlanOptions(show_all, machine, mean_response, resume, output_format)
         raise typer.Exit(print_dry_run(loaded, options))
     _refuse_options_of_plans(machine, mean_response, output_format)
     if print_command:

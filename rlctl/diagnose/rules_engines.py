@@ -43,6 +43,9 @@ MEAN_VANISHED = Levels("rollout_corr/rollout_is_mean", (("critical", 0.1),), is_
 #: Wealth at which the test of the sampler's log-probs is reported.
 WEALTH: dict[Severity, float] = {"warning": 1e2, "critical": 1e6}
 _LOG_WEALTH, _GUARANTEED = "rollout_corr/log_wealth", "rollout_corr/log_wealth_guaranteed"
+#: Mean ratio of a step, and whether it is too far below 1 for a sampler of the whole vocabulary.
+_UNIT_MEAN = "rollout_corr/unit_mean"
+CUT = Levels("rollout_corr/unit_mean_cut", (("warning", 0.5),))
 
 #: Factor from which a gap grows, and difference of probabilities that no precision reaches.
 GROWN, FAR_PROBS = 5.0, 0.05
@@ -276,7 +279,7 @@ def missing_log_probs(run: RunLog) -> Detection | None:
     "sampler-log-probs", uses=(_LOG_WEALTH, _GUARANTEED),
     fixes=(
         fix.PROVE_THE_SYNC,
-        fix.by_hand("find the tokens: `rlctl diagnose RUN --who-sampled`"),
+        fix.by_hand("find the tokens: `rlctl diagnose RUN --sampler-test`, then `--who-sampled`"),
     ),
 )  # fmt: skip
 def sampler_log_probs(run: RunLog) -> Detection | Skipped | None:
@@ -317,6 +320,28 @@ def _by_log(run: RunLog) -> Detection | None:
         return Detection(severity, f"{message}: {odds}", (seen,), is_first=severity == "critical")
     doubt = "what was trained on depends on what was drawn, so that the test has no guarantee"
     return Detection("warning", message, (seen,), sure=("medium", doubt))
+
+
+@Rule(
+    "cut-vocabulary", needs=(CUT.key,), uses=(_UNIT_MEAN,),
+    fixes=(
+        fix.by_hand("sample without top-p, top-k and min-p, also those of the model's generation config"),
+        fix.by_hand("find the tokens: `rlctl diagnose RUN --sampler-test`"),
+    ),
+)  # fmt: skip
+def cut_vocabulary(run: RunLog) -> Detection | None:
+    """The sampler draws from the whole vocabulary that its log-probs are of."""
+    crossed = crossing(run.table.series(CUT.key), CUT)
+    if crossed is None:
+        return None
+    means = run.table.series(_UNIT_MEAN).values
+    missing = 1.0 - float(np.median(means)) if len(means) else 0.0
+    found = of_crossing(crossed, "tokens are drawn from a part of the vocabulary {where}")
+    seen = Evidence(
+        _UNIT_MEAN, f"{1.0 - missing:.4g} (median of all steps)", crossed.first_step, crossed.last_step
+    )
+    what = f"{found.what}, without about {missing:.1%} of the trained policy's probability"
+    return replace(found, what=what, evidence=(*found.evidence, seen))
 
 
 @Rule(

@@ -7,6 +7,7 @@ from dataclasses import replace
 
 import numpy as np
 
+from rlctl.algos.usable_length import usable_length
 from rlctl.diagnose import fixes as fix
 from rlctl.diagnose import thresholds as th
 from rlctl.diagnose.finding import Evidence, Fix, Skipped, Sure
@@ -119,6 +120,31 @@ def hidden_tail(run: RunLog) -> Detection | Skipped | None:
     return replace(one, evidence=(tail, seen)).with_doubt(
         doubt, "the raw effective sample size is not logged"
     )
+
+
+@Rule(
+    "usable-length", needs=(CHI2["token"], th.LENGTH), fixes=(_of_tokens, fix.geometric, fix.gentler),
+    not_applicable=lambda run: (
+        "" if run.facts.rollout_is in {None, "sequence"} else "no weights of sequences are applied"
+    ),
+)  # fmt: skip
+def usable_length_of_weights(run: RunLog) -> Detection | Skipped | None:
+    """Responses are not longer than weights of sequences are useful."""
+    if run.facts.rollout_is is None:
+        return Skipped("the log does not say which weights are applied", ("spec.yaml",))
+    steps, (chi2, lengths) = run.table.aligned(CHI2["token"], th.LENGTH)
+    if len(steps) < th.MIN_STEPS or np.isnan(chi2).all():
+        return None
+    usable, typical = usable_length(float(np.nanmedian(chi2))), float(np.median(lengths))
+    if typical <= usable:
+        return None
+    what = (
+        f"sequence weights keep half of the sample up to about {max(usable, 1.0):,.0f} tokens; "
+        f"responses have {typical:,.0f}"
+    )
+    first, last = int(steps[0]), int(steps[-1])
+    seen = Evidence(CHI2["token"], f"{float(np.nanmedian(chi2)):.3g} (median of all steps)", first, last)
+    return Detection("info", what, (seen, Evidence(th.LENGTH, f"{typical:,.0f} (median)", first, last)))
 
 
 def raw_ess(run: RunLog) -> tuple[str, Series] | None:

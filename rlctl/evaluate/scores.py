@@ -39,12 +39,14 @@ def pass_at_k(n: int, c: int, k: int) -> float:
     return 1.0 - all_wrong
 
 
-def score_range(reward: RewardSpec, samples: Sequence[EvalSample] = ()) -> Range | None:
+def score_range(
+    reward: RewardSpec, samples: Sequence[EvalSample] = (), sources: Collection[str] = ()
+) -> Range | None:
     """Least and greatest reward that is possible; None if it is not known.
 
     `reward.score_range` declares it, else the graders of all terms do (`score_range` of `register`). It is
     never taken from rewards, and not known if a reward of `samples` is outside, or an environment adds its
-    own.
+    own. `sources`: further data sources, by which `auto` chooses graders.
     """
     least = most = 0.0
     if reward.score_range is not None:
@@ -52,7 +54,7 @@ def score_range(reward: RewardSpec, samples: Sequence[EvalSample] = ()) -> Range
     elif any(sample.environment_reward is not None for sample in samples):
         return None
     else:
-        sources = {sample.data_source for sample in samples}
+        sources = {*sources, *(sample.data_source for sample in samples)}
         for term in reward.all_terms:
             ends = _range_of_grader(term.name, sources)
             if ends is None:

@@ -77,6 +77,8 @@ class Examination:
     parts: tuple[GapPart, ...]  # the same by position and probability
     #: the gap of the same engine in the trainer's precision, if that explains most of the gap; else None
     same_precision: Gap | None
+    #: bounds of the distance of the whole distributions, unexplained; None: the engine lists no tokens
+    total_variation: tuple[float, float] | None = None
 
     @property
     def left(self) -> Gap:
@@ -99,7 +101,8 @@ def examine(sides: Sides) -> Examination:
         other = trial.sampled(sides.same_precision()).gap(variant)
         precise = other if other.abs_mean <= _CLOSED * scorer.gap(variant).abs_mean else None
     start, parts = scorer.gap(explanation.start), scorer.parts(explanation.start)
-    return Examination(sides, scorer, explanation, start, parts, precise)
+    apart = scorer.total_variation(explanation.start)
+    return Examination(sides, scorer, explanation, start, parts, precise, apart)
 
 
 class _Sampler:
@@ -125,5 +128,6 @@ class _Sampler:
         episodes = sample_episodes(engine, tasks, sides.n, sides.sampling, seed, sides.tokenizer)
         batch = episodes.tokens.to(next(sides.model.parameters()).device)
         prompts = [task.prompt_ids for task in episodes.tasks]
-        sample = EngineSample(prompts, batch.inputs.tokens, batch.rollout_log_probs, batch.units.episode)
+        columns = batch.inputs.tokens, batch.rollout_log_probs, batch.units.episode
+        sample = EngineSample(prompts, *columns, batch.columns.get("most_likely"))
         return VariantScorer(sides.model, sample, self._prompts)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from contextlib import ExitStack
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from functools import partial
 from pathlib import Path
 from typing import Any, Literal
@@ -31,6 +31,8 @@ from rlctl.tiny.game import embedded_task
 from rlctl.track.trust import require_permission, values_of
 
 NUM_PROMPTS = 16
+#: Most likely tokens that the engine lists for the distance of whole distributions.
+NUM_LISTED = 16
 MAX_RESPONSE_LENGTH = 32
 #: Fraction of the GPU's memory for the engine; the trainer's model is on the same GPU.
 _ENGINE_SHARE = 0.5
@@ -71,6 +73,9 @@ class MismatchReport:
     remainder: str | None  # possible origin of the part that no cause explains; None: there is none
     open_questions: tuple[str, ...]  # open questions, and what would answer them
     notes: tuple[str, ...] = ()  # messages to the user, such as damaged checkpoints that were skipped
+    #: lower and upper bound of the total variation of the next-token distributions, mean over tokens; None:
+    #: the engine lists no most likely tokens, or a truncated distribution was asked for
+    total_variation: tuple[float, float] | None = None
 
     @property
     def conclusion(self) -> str:
@@ -156,7 +161,7 @@ def run_preflight(request: MismatchRequest) -> MismatchReport:
             tokenizer=tokenizer,
             engine=start(running, dtype),
             rows=rows,
-            sampling=sampling,
+            sampling=replace(sampling, num_most_likely=_num_listed(trainer.spec, name, len(tokenizer))),
             exact_sampling=rollout.exact_sampling,
             engine_tokenizer=engine_tokenizer,
             template_kwargs=template_kwargs,
@@ -176,6 +181,7 @@ def run_preflight(request: MismatchRequest) -> MismatchReport:
         remainder=remainder(examination),
         open_questions=tuple(open_questions(examination)),
         notes=trainer.notes,
+        total_variation=examination.total_variation,
     )
 
 
@@ -217,6 +223,12 @@ def _sampling(request: MismatchRequest, spec: RunSpec) -> Sampling:
         top_k=rollout.top_k,
         min_p=rollout.min_p,
     )
+
+
+def _num_listed(spec: RunSpec, engine: str, vocabulary: int) -> int:
+    """Number of most likely tokens to ask an engine for; 0: it can list none."""
+    can = spec_outside_training(spec, engine).rollout_engine.reports_kept != "never"
+    return min(NUM_LISTED, vocabulary) if can else 0
 
 
 def _rows(trainer: _Trainer, model: Any, renderer: Renderer, response_length: int) -> list[Row]:

@@ -15,8 +15,10 @@ from torch import Tensor
 from rlctl.algos.correction import correct, correction_metrics
 from rlctl.algos.rules import LOG_RATIO_CLAMP, CorrectionRules, WeightRule
 from rlctl.algos.segments import Segments, Units, to_host
-from rlctl.batch import ModelInputs
+from rlctl.algos.total_variation import total_variation_bounds
+from rlctl.batch import ModelInputs, TokenLists
 from rlctl.engine.log_probs import PolicyModule
+from rlctl.errors import known
 from rlctl.mismatch.settings_fit import RankedLogits, fit_reported
 from rlctl.mismatch.variants import AGREE, Cut, SamplingSettings, ScoringVariant, TokenIds
 from rlctl.rollout.hf import into_precision
@@ -112,6 +114,7 @@ class EngineSample:
     tokens: Tensor  # (M,) int64
     reported: Tensor  # (M,) float32, the engine's log-probs
     unit: Segments  # the responses
+    listed: TokenLists | None = None  # (M) the engine's most likely tokens; None: it was not asked
 
     def shifted(self, shift: int) -> tuple[Tensor, Tensor]:
         """(M,) log-probs if reported value t belongs to token t + shift; (M,) bool: where there is one."""
@@ -161,6 +164,23 @@ class VariantScorer:
                 found[wanted] = self._scored(variant, wanted)
             self._scores[variant] = found
         return self._scores[variant]
+
+    @torch.no_grad()
+    def total_variation(self, variant: ScoringVariant) -> tuple[float, float] | None:
+        """Bounds of the total variation of engine and trainer under this variant, the mean over tokens.
+
+        None where the engine lists no most likely tokens, or others than the trainer's vocabulary has, and
+        for a truncated distribution, whose trainer's side is not computed here.
+        """
+        listed = self.sample.listed
+        if listed is None or variant.sampling.cut.kind != "none" or int(listed.ids.max()) >= self._vocabulary:
+            return None
+        everything = torch.ones_like(self.sample.reported, dtype=torch.bool)
+        inputs = replace(self._inputs(variant, everything), most_likely=listed)
+        self._policy.head.temperature = variant.sampling.temperature
+        own = known(self._policy(inputs).most_likely)
+        lower, upper = total_variation_bounds(own, listed.padded()[1])
+        return float(lower.mean()), float(upper.mean())
 
     def fitted(self, variant: ScoringVariant, asked: SamplingSettings) -> SamplingSettings:
         """The settings that best explain the reported log-probs, all other factors as in `variant`."""

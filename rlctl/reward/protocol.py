@@ -232,12 +232,14 @@ class Graded:
         rewards: one score per episode.
         baseline: for ReMax, for every episode the grade of the greedy episode of its task; else None.
         sampling_cost: metrics of dynamic sampling, or of sampling ahead.
+        dropped: further episodes that were sampled for the step, and that dynamic sampling does not use.
     """
 
     episodes: Episodes
     rewards: RewardResult
     baseline: RewardResult | None
     sampling_cost: dict[str, float]
+    dropped: Sequence[Any] = ()
 
     @property
     def valid(self) -> Tensor:

@@ -87,6 +87,10 @@ def _options(spec: RunSpec) -> dict[str, Any]:
     )
 
 
+#: vLLM's default; a proof of the weight sync asks for up to this many, whatever sampling asks for.
+_MAX_LOGPROBS = 20
+
+
 def training_options(spec: RunSpec, *, reads_images: bool = False) -> dict[str, Any]:
     """vLLM's options for an engine or a server of a training run; `rollout.engine_kwargs` come last.
 
@@ -102,7 +106,7 @@ def training_options(spec: RunSpec, *, reads_images: bool = False) -> dict[str, 
         options["language_model_only"] = True
     sampling = sampling_of(spec)
     if listed := listed_tokens(sampling):
-        options["max_logprobs"] = listed
+        options["max_logprobs"] = max(listed, _MAX_LOGPROBS)
     if sampling.with_experts:
         options["enable_return_routed_experts"] = True
     return options | rollout.engine_kwargs

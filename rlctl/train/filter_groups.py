@@ -18,10 +18,14 @@ from rlctl.episodes import Episodes
 from rlctl.errors import RunFailure
 from rlctl.reward.protocol import RewardResult
 from rlctl.rollout.seeds import step_seed
+from rlctl.train.dropped import as_dropped
 from rlctl.train.step_metrics import StepTimer, refuse_ungraded
 from rlctl.train.stream import PromptDraws
 
 if TYPE_CHECKING:
+    from collections.abc import Collection
+
+    from rlctl.track.dropped import DroppedEpisode
     from rlctl.train.run import Run
 
 _KEY = "algorithm.filter_groups"
@@ -44,8 +48,9 @@ class _Summary:
 
 def filtered_groups(
     run: Run, step: int, draws: PromptDraws, timer: StepTimer
-) -> tuple[Episodes, RewardResult, dict[str, float]]:
-    """The groups of a batch with spread that this rank sampled, their grades, and `filter_groups/*` metrics.
+) -> tuple[Episodes, RewardResult, dict[str, float], list[DroppedEpisode]]:
+    """The groups of a batch with spread that this rank sampled, their grades, `filter_groups/*` metrics, and
+    the episodes of all other groups, whose `group_id` is −1.
 
     Their `group_id` is their place in the batch over all ranks, in the order of drawing; their `weight` is
     1 / P(prompt drawn).
@@ -93,7 +98,22 @@ def filtered_groups(
     failures = {name: getattr(all_grades, name) for name in ("errors", "errors_by_term", "timeouts")}
     cost = _metrics(known, used, len(grades), n, draws.position - start)
     own = sampled.pick(chosen).placed(places)
-    return own, replace(all_grades.pick(chosen), **failures), cost
+    unused = _unused(run, sampled, all_grades, places, {g.place for g in known if g.has_spread})
+    return own, replace(all_grades.pick(chosen), **failures), cost, unused
+
+
+def _unused(
+    run: Run, sampled: Episodes, grades: RewardResult, used: Collection[int], with_spread: Collection[int]
+) -> list[DroppedEpisode]:
+    """The episodes of groups that are not among the used ones, for the ledger of dropped episodes."""
+    ages, found = sampled.ages(run.policy_version).tolist(), []
+    for place, task in enumerate(sampled.tasks):
+        if task.group_id not in used:
+            is_spare = task.group_id in with_spread
+            reason = "the batch was full" if is_spare else "the rewards of its group do not differ"
+            one = as_dropped(sampled, grades, place, int(ages[place]), reason)
+            found.append(replace(one, group_id=-1))
+    return found
 
 
 def _sample(

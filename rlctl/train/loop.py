@@ -20,6 +20,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from rlctl.train.capability import StepRecord
+from rlctl.train.dropped import account_for_dropped
 from rlctl.train.guardrails import Guardrails
 from rlctl.train.sample_and_grade import sample_and_grade
 from rlctl.train.saving import Saver, save_rollouts
@@ -100,7 +101,13 @@ def train(run: Run) -> None:
             metrics |= sync_weights(run, step, timer)
             seen = outcome.seen
             metrics |= metrics_of_tokens(run, batch, seen.training_log_probs, metrics.get(ENGINE))
-            metrics |= metrics_of_capabilities(run, graded, batch, seen, metrics)
+            metrics |= metrics_of_capabilities(run, graded, batch, seen, metrics) | account_for_dropped(
+                run,
+                step,
+                graded,
+                run.policy_version - outcome.num_updates,
+                withheld=not hold and not outcome.num_updates,
+            )
 
         save_rollouts(run, step, graded, batch, seen)
         metrics |= outcome.metrics | {

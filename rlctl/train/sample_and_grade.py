@@ -24,9 +24,9 @@ def sample_and_grade(run: Run, step: int, timer: StepTimer) -> Graded:
     With dynamic sampling, ranks may have different numbers of groups.
     """
     if run.draws is not None:
-        episodes, rewards, cost = filtered_groups(run, step, run.draws, timer)
+        episodes, rewards, cost, unused = filtered_groups(run, step, run.draws, timer)
         cost |= source_shares(run, episodes)
-        return Graded(episodes, rewards, greedy_baseline(run, step, episodes, timer), cost)
+        return Graded(episodes, rewards, greedy_baseline(run, step, episodes, timer), cost, unused)
     with timer("gen"):
         episodes = run.stream.take(step)
     counts = {}

@@ -8,11 +8,13 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from rlctl.algos.total_variation import total_variation_bounds
 from rlctl.batch import TokenBatch
 from rlctl.environment.single_turn import sample_episodes
 from rlctl.errors import RunFailure
 from rlctl.rollout.completions import MERGE_LORA
 from rlctl.rollout.seeds import step_seed
+from rlctl.routing import RouteRanks, foreign_routes
 from rlctl.train.deal import deal
 from rlctl.train.settings import is_sync_due
 from rlctl.train.step_metrics import ENGINE, StepTimer
@@ -26,6 +28,8 @@ if TYPE_CHECKING:
     from rlctl.train.run import Run
 
 PROBE_PROMPTS, PROBE_TOKENS = 2, 32
+#: Most likely tokens that an engine lists for a probe: within vLLM's default limit of 20.
+PROBE_LISTED = 16
 #: Nats per token. Another precision or kernel causes a gap of 0.001 to 0.05, another temperature 0.3, an
 #: output head with old weights 0.8.
 LARGEST_GAP = 0.3
@@ -108,13 +112,15 @@ def prove_sync(run: Run, step: int) -> str:
     Raises:
         RunFailure: a replica keeps old weights (it names the replica, or the weights) or ignores the adapter.
     """
-    probes = _probes(run, step)
+    probes = _probes(run, step, num_most_likely=_num_listed(run))
     usual = _worst(_checked(run, probes, step))
+    _check_routes(run, probes)
+    apart = _total_variation(run, [batch for _, batch in probes])
     bit, change = _visible_change(run, probes, usual)
     if bit is None:
         return (
             "warning: the weight sync is not proven: a change of the weights moves log-probs by "
-            f"{change:.2g} nats per token, engine and trainer differ by {usual:.2g}"
+            f"{change:.2g} nats per token, engine and trainer differ by {usual:.2g}{apart}"
         )
     distances = _after_change(run, step, bit)
     stale = [replica for replica in distances if not replica.has_new]
@@ -134,8 +140,55 @@ def prove_sync(run: Run, step: int) -> str:
     reached = f"all {len(distances)} replicas" if len(distances) > 1 else distances[0].name
     return (
         f"the weight sync reaches {reached}: a change of the weights moves log-probs by {change:.2g} nats "
-        f"per token, the same in trainer and engine up to {_worst(distances):.1g}, and can be undone"
+        f"per token, the same in trainer and engine up to {_worst(distances):.1g}, and can be undone{apart}"
     )
+
+
+def _total_variation(run: Run, batches: list[TokenBatch]) -> str:
+    """Bounds of the distance of the engine's next-token distributions from the trainer's, in words.
+
+    The mean over the tokens of all probes; empty: the engine lists no most likely tokens.
+    """
+    sums = torch.zeros(3, dtype=torch.float64)
+    for batch in batches:
+        if (lists := batch.columns.get("most_likely")) is None:
+            continue
+        with torch.no_grad():
+            own = run.actor.policy(batch.inputs).most_likely
+        if own is None:  # a training engine of the user may not compute them
+            continue
+        _, listed = lists.padded()
+        bounds = total_variation_bounds(own, listed)
+        has_list = listed.isfinite().any(-1)
+        sums += torch.stack([has_list.double().sum(), *(b[has_list].sum() for b in bounds)]).cpu()
+    count, lower, upper = run.ranks.sum(sums.tolist())
+    if not count:
+        return ""
+    ends = f"{lower / count:.2g} and {upper / count:.2g}"
+    return f"; the total variation of their next-token distributions is between {ends} on average"
+
+
+def _check_routes(run: Run, probes: list[tuple[str, TokenBatch]]) -> None:
+    """Checks that the experts which an engine records are those that the trainer's routers choose.
+
+    Raises:
+        RunFailure: they are not, in some layer (it names the replica).
+    """
+    for name, batch in probes if run.spec.actor.routing_replay else ():
+        with RouteRanks() as ranks:
+            _policy(run, batch)
+        own = ranks.sums
+        known = [sums.shape for sums in run.ranks.exchange([own]) if sums is not None]
+        shape = known[0] if known else torch.Size((0, 0, 2))
+        sums = torch.zeros(shape, dtype=torch.float64) if own is None else own
+        total = torch.tensor(run.ranks.sum(sums.flatten().tolist()), dtype=torch.float64).view(shape)
+        if fault := foreign_routes(total):
+            who = f" of {name}" if name else ""
+            raise RunFailure(
+                f"routing replay{who}: {fault}",
+                where="actor.routing_replay",
+                fix="set it to false, or use an engine that records the experts of this model's layers",
+            )
 
 
 def _visible_change(run: Run, probes: list[tuple[str, TokenBatch]], usual: float) -> tuple[int | None, float]:
@@ -253,22 +306,25 @@ def _after_change(run: Run, step: int, bit: int, names: Collection[str] | None =
     return distances
 
 
-#: Probes are sampled without truncation, and nothing but experts is recorded.
-_WHOLE_DISTRIBUTION: dict[str, Any] = {
-    "top_p": 1.0,
-    "top_k": -1,
-    "min_p": 0.0,
-    "with_kept": False,
-    "num_most_likely": 0,
-}
+#: Probes are sampled without truncation; experts and the most likely tokens are recorded.
+_WHOLE_DISTRIBUTION: dict[str, Any] = {"top_p": 1.0, "top_k": -1, "min_p": 0.0, "with_kept": False}
 
 
-def _probes(run: Run, step: int) -> list[tuple[str, TokenBatch]]:
+def _num_listed(run: Run) -> int:
+    """Number of the engine's most likely tokens that a probe asks for; 0: it can list none.
+
+    Servers that the user started may be limited to fewer (`--max-logprobs`).
+    """
+    can = run.spec.rollout_engine.reports_kept != "never" and not run.spec.rollout.server.urls
+    return min(PROBE_LISTED, len(run.tokenizer)) if can else 0
+
+
+def _probes(run: Run, step: int, num_most_likely: int = 0) -> list[tuple[str, TokenBatch]]:
     """Each replica's name, or `""`, and tokens that it sampled."""
-    return [(name, _probe(run, engine, step)) for name, engine in run.rollout.each()]
+    return [(name, _probe(run, engine, step, num_most_likely)) for name, engine in run.rollout.each()]
 
 
-def _probe(run: Run, engine: LockedRollout, step: int) -> TokenBatch:
+def _probe(run: Run, engine: LockedRollout, step: int, num_most_likely: int = 0) -> TokenBatch:
     """Tokens that the engine samples on each rank for a few prompts, dealt to the ranks that score them."""
     ranks, prompts = run.ranks, run.train_prompts
     first = ranks.rank * PROBE_PROMPTS
@@ -280,6 +336,7 @@ def _probe(run: Run, engine: LockedRollout, step: int) -> TokenBatch:
         replace(
             run.sampling,
             max_response_length=min(PROBE_TOKENS, run.spec.data.max_response_length),
+            num_most_likely=num_most_likely,
             **_WHOLE_DISTRIBUTION,
         ),
         step_seed(run.spec.trainer.seed, step, "probe"),

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import asdict, dataclass, replace
 from typing import Any, NamedTuple
 
+from rlctl.algos.usable_length import UsableLength
 from rlctl.what_if.settings import Setting
 
 
@@ -69,6 +71,7 @@ class Tradeoff:
     num_tokens: int
     groups_per_batch: float  # prompt groups of the mini-batch that the errors apply to
     notes: tuple[str, ...]  # assumptions and omissions
+    usable_length: UsableLength | None = None  # of sequence weights; None: no log-ratio is finite
 
     def as_document(self) -> dict[str, Any]:
         """Converts to plain types for JSON."""
@@ -84,4 +87,7 @@ class Tradeoff:
         ]
         document = asdict(replace(self, outcomes=()))
         del document["outcomes"]
+        if (usable := self.usable_length) is not None:
+            known = {"predicted": usable.predicted if math.isfinite(usable.predicted) else None}
+            document["usable_length"] |= known | {"measured": usable.measured, "text": usable.text}
         return document | {"settings": settings}

@@ -45,6 +45,9 @@ def print_tradeoff(console: Console, title: str, tradeoff: Tradeoff) -> None:
     if chosen is not None:
         change = " ".join(chosen.overrides) or "nothing else"
         lines = [("try", Text(change, style="bold green")), ("why", Text(chosen.why)), *lines]
+    if tradeoff.usable_length is not None:
+        usable = tradeoff.usable_length
+        lines.append(("length", Text(usable.text, style="yellow" if usable.is_exceeded else "")))
     print_table(console, ("", ""), lines)
     rows = []
     for index, outcome in enumerate(tradeoff.outcomes):

@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 
+from rlctl.algos.usable_length import PrefixSums
 from rlctl.capabilities.sections import sections_on
 from rlctl.run_spec.resolve import correction_rules, loss_rule
 from rlctl.run_spec.run_spec import RunSpec
 from rlctl.track.run_dir import SPEC_FILE
 from rlctl.track.trust import spec_or_note
-from rlctl.what_if.dumps import Dump, find_dump
+from rlctl.what_if.dumps import Dump, Step, find_dump
 from rlctl.what_if.settings import grid
 from rlctl.what_if.tradeoff import Tradeoff
 
@@ -28,11 +30,12 @@ def what_if(path: Path, *, trust: bool = False) -> Tradeoff:
     """
     from rlctl.what_if.replay import replay  # imports torch, which takes seconds
 
-    dump = find_dump(path)
+    dump, lengths = find_dump(path), PrefixSums()
+    dump = dump._replace(steps=_noted(dump.steps, lengths))
     spec, notes = _spec_of_dump(dump, trust)
     if spec is None:
         tradeoff = replay(dump.steps, grid())
-        return replace(tradeoff, notes=(*notes, *tradeoff.notes))
+        return replace(tradeoff, notes=(*notes, *tradeoff.notes), usable_length=lengths.result())
     algorithm, correction = spec.algorithm, spec.algorithm.rollout_correction
     omitted = "the run's own setting is omitted"
     why_omitted = {
@@ -58,7 +61,15 @@ def what_if(path: Path, *, trust: bool = False) -> Tradeoff:
         groups_per_batch=spec.ppo_mini_batch_size,
         mean_per_sequence=spec.actor.loss_agg_mode == "seq-mean-token-mean",
     )
-    return replace(tradeoff, notes=(*notes, *tradeoff.notes))
+    return replace(tradeoff, notes=(*notes, *tradeoff.notes), usable_length=lengths.result())
+
+
+def _noted(steps: Iterator[Step], lengths: PrefixSums) -> Iterator[Step]:
+    """The steps; the ratios of the sequences of each are added to `lengths` as it is read."""
+    for step in steps:
+        sizes = step.lengths if step.sequence_lengths is None else step.sequence_lengths
+        lengths.add(step.log_probs - step.rollout_log_probs, sizes)
+        yield step
 
 
 def _spec_of_dump(dump: Dump, trust: bool) -> tuple[RunSpec | None, list[str]]:

@@ -246,6 +246,7 @@ def filtered(world_size: int, batch_size: int = 4) -> Filtered:
             episodes=EpisodeSource.of(spec, tokenizer),
             train_prompts=prompts,
             reward=Reward({"long": (1.0, Long())}, OverlongSpec(), 5),
+            policy_version=0,
         )
         draws, timer = PromptDraws(), StepTimer(torch.device("cpu"))
         for row in range(0, len(rows), 2):
@@ -254,7 +255,12 @@ def filtered(world_size: int, batch_size: int = 4) -> Filtered:
 
     with ThreadPoolExecutor(world_size) as threads:
         found, draws = zip(*threads.map(work, range(world_size)), strict=True)
-    of_steps = [[pair for episodes, rewards, _ in of_ranks for pair in _by_group(episodes.groups, rewards)]
+    for of_ranks in zip(*found, strict=True):  # what is not used is listed
+        cost, unused = of_ranks[0][2], [one for _, _, _, listed in of_ranks for one in listed]
+        generated, used = (cost[f"filter_groups/samples_{name}"] for name in ("generated", "used"))
+        assert len(unused) == generated - used
+        assert {one.group_id for one in unused} <= {-1}
+    of_steps = [[pair for episodes, rewards, *_ in of_ranks for pair in _by_group(episodes.groups, rewards)]
                 for of_ranks in zip(*found, strict=True)]  # fmt: skip
     for of_step in of_steps:
         of_step.sort(key=lambda pair: pair[0][0].task.group_id)

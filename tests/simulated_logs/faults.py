@@ -214,6 +214,9 @@ _GAP = (
     *_both("ratio-parts", ("info", {f"{CORR}split/staleness": near(0.05), f"{CORR}split/engine": near(1e-4)}),
            ("info", {f"{CORR}split/staleness": near(0.5), f"{CORR}split/engine": near(1e-4)}), ("rlctl",)),
     *_both("sampled-otherwise", ("warning", _log_ppl(0.9)), ("critical", _log_ppl(1.6))),
+    *_both("cut-vocabulary",
+           ("warning", {f"{CORR}unit_mean_cut": exactly(1.0), f"{CORR}unit_mean": near(0.98)}),
+           ("warning", {f"{CORR}unit_mean_cut": exactly(1.0), f"{CORR}unit_mean": near(0.8)}), ("rlctl",)),
     *_both("token-error", ("warning", {_ERROR: near(1.12, 0.01)}), ("critical", {_ERROR: near(2.5)}),
            ("nemo-rl",), before={_ERROR: near(1.01, 0.002)}),
     *_both("stale-weights", ("critical", {f"{_WEIGHT}mean": near(0.07), _LOG_GAP: near(1.3)}),
@@ -229,6 +232,8 @@ _WEIGHTS = (
            ("critical", {f"{_WEIGHT}eff_sample_size": near(0.15)})),
     *_both("hidden-tail", ("warning", {_RAW_ESS: near(0.2), f"{CORR}chi2_seq": near(5.0)}),
            ("warning", {_RAW_ESS: near(0.03), f"{CORR}chi2_seq": near(60.0)})),
+    *_both("usable-length", ("info", {f"{CORR}chi2_token": near(0.02)}),
+           ("info", {f"{CORR}chi2_token": near(0.3)}), onset=1),
 )  # fmt: skip
 _REJECTION = (
     *_both("rejected", ("info", {_MASKED: near(0.4)}), ("critical", {_MASKED: near(0.75)}),

@@ -20,6 +20,7 @@ if TYPE_CHECKING:
 
 LOG_WEALTH, GUARANTEED = "rollout_corr/log_wealth", "rollout_corr/log_wealth_guaranteed"
 Z, MEAN = "rollout_corr/unit_mean_z", "rollout_corr/unit_mean"
+CUT = "rollout_corr/unit_mean_cut"
 
 
 class SamplerTest(Capability):
@@ -41,14 +42,18 @@ class SamplerTest(Capability):
         drawn = sampled.num_sampled[sampled.tokens.group_ids < num_groups]
         [num_drawn] = record.ranks.sum([float(drawn.sum())])
         sums = record.data_ranks.all_reduce(sampler_sums(log_ratio))
-        num_failed = record.metrics.get("episode/num_failed", 0.0)
-        if num_failed and spec.environment.is_multi_turn:
-            self._is_guaranteed = False  # they may have been sampled again
+        failed = record.metrics.get("episode/num_failed", 0.0) and spec.environment.is_multi_turn
+        if failed or record.metrics.get("rollout/restarted_episodes"):
+            self._is_guaranteed = False  # what was open is sampled again: the shorter ones were kept
         sums = with_unscored(sums, max(int(num_drawn) - num_scored(sums), 0))
-        mean, z = unit_mean(sums)
+        found = unit_mean(sums)
         self._wealth = self._wealth.after(sums)
         metrics = {LOG_WEALTH: self._wealth.log_value, GUARANTEED: float(self._is_guaranteed)}
-        return metrics if z is None else metrics | {MEAN: 1.0 + mean, Z: z}
+        return (
+            metrics
+            if found.z is None
+            else metrics | {MEAN: 1.0 + found.gap, Z: found.z, CUT: float(found.is_cut)}
+        )
 
     def state(self) -> dict[str, Any]:
         """The wealth, and whether its guarantee still holds."""

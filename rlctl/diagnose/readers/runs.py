@@ -12,13 +12,15 @@ from numpy.typing import NDArray
 
 from rlctl.errors import UsageError
 from rlctl.run_spec.load import RUN_SPEC_FILE
+from rlctl.track.dropped import DROPPED_FILE
 from rlctl.track.jsonl import DISCARDED_FILE, METRICS_FILE
 
-#: Suffixes of the files in a directory that may be logs, and names of files that repeat a part of one.
+#: Suffixes of the files in a directory that may be logs, and names of files that repeat a part of one or list
+#: episodes.
 _SUFFIXES = frozenset(
     {".jsonl", ".wandb", ".json", ".csv", ".tsv", ".parquet", ".log", ".txt", ".out", ".err", ".md", ".gz"}
 )
-_REPEATS = frozenset({DISCARDED_FILE, "wandb-summary.json"})
+_REPEATS = frozenset({DISCARDED_FILE, DROPPED_FILE, "wandb-summary.json"})
 _EVENTS = "tfevents"
 _DEEPEST = 5
 #: Maximum number of logs of a directory that are examined; logs in deeper directories are left out first.

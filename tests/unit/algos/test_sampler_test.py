@@ -8,7 +8,15 @@ import math
 import pytest
 import torch
 
-from rlctl.algos.sampler_test import BETS, TOLERANCE, Wealth, sampler_sums, unit_mean, with_unscored
+from rlctl.algos.sampler_test import (
+    BETS,
+    TOLERANCE,
+    Wealth,
+    critical_z,
+    sampler_sums,
+    unit_mean,
+    with_unscored,
+)
 
 VOCABULARY = 3
 
@@ -59,9 +67,39 @@ def test_a_cut_vocabulary_lowers_the_expectation_and_shows_in_z() -> None:
     ratio = trained[support] / sampled[support]
     assert float((sampled[support] * ratio).sum()) == pytest.approx(0.95)
     draws = torch.multinomial(sampled, 20_000, replacement=True, generator=torch.Generator().manual_seed(0))
-    mean, z = unit_mean(on_host((trained.log() - sampled.log())[draws]))
-    assert mean == pytest.approx(-0.05, abs=0.005)
-    assert z < -20
+    found = unit_mean(on_host((trained.log() - sampled.log())[draws]))
+    assert found.gap == pytest.approx(-0.05, abs=0.005)
+    assert found.z < -20
+    assert found.is_cut
+
+
+@pytest.mark.parametrize("spread", [0.1, 0.5, 1.0])
+@pytest.mark.parametrize("size", [100, 3000])
+def test_an_honest_sampler_is_hardly_ever_called_cut(spread: float, size: int) -> None:
+    """z is skewed: the more ρ varies, the lower it falls without any fault."""
+    draw = torch.Generator().manual_seed(size)
+    logs = spread * torch.randn(1000, size, generator=draw) - spread**2 / 2
+    found = [unit_mean(on_host(row)) for row in logs]
+    assert [each.spread for each in found] == pytest.approx([spread] * 1000, rel=0.4)
+    assert sum(each.is_cut for each in found) <= 3  # 1 in 10,000 is expected
+
+
+@pytest.mark.parametrize(("missing", "is_cut"), [(2e-4, False), (5e-3, True)])
+def test_rounding_is_no_cut_however_many_tokens_there_are(missing: float, is_cut: bool) -> None:
+    draw = torch.Generator().manual_seed(0)
+    ratio = 1.0 - missing + 0.001 * torch.randn(100_000, generator=draw, dtype=torch.float64)
+    found = unit_mean(on_host(ratio.log()))
+    assert found.z < -30
+    assert found.is_cut is is_cut
+
+
+def test_without_a_critical_value_nothing_is_called_cut() -> None:
+    """ρ that vary this much are dominated by values that a dump does not hold."""
+    draw = torch.Generator().manual_seed(0)
+    found = [unit_mean(on_host(3.0 * torch.randn(1000, generator=draw) - 4.5)) for _ in range(100)]
+    assert min(each.z for each in found) < -6.0
+    assert not any(each.is_cut for each in found)
+    assert critical_z(3.0) is None
 
 
 @pytest.mark.parametrize("stale", [0.0, 0.1, 0.4, 1.0])
@@ -129,6 +167,6 @@ def test_every_log_ratio_gives_a_finite_wealth(value: float) -> None:
 
 
 def test_equal_log_probs_leave_nothing_to_test() -> None:
-    assert unit_mean(on_host(torch.zeros(5)))[1] is None
-    assert unit_mean(on_host(torch.zeros(0)))[1] is None
+    assert unit_mean(on_host(torch.zeros(5))).z is None
+    assert unit_mean(on_host(torch.zeros(0))).z is None
     assert wealth_of(torch.zeros(1000)) <= 1.0

@@ -163,6 +163,10 @@ TRIGGERS = {
         ("info", corr(split__engine=0.02), ["rollout.dtype=int8"]),
         ("info", corr(split__engine=0.01, split__cache=0.02), []),
     ],
+    "cut-vocabulary": [
+        ("warning", corr(unit_mean_cut=1.0, unit_mean=0.97), []),
+        ("warning", corr(unit_mean_cut=later(0.0, 1.0), unit_mean=later(1.0, 0.97)), []),
+    ],
     "token-error": [
         ("warning", always(**{ERROR: later(1.01, 1.3)}), []),
         ("critical", always(**{ERROR: 3.0}), []),
@@ -196,6 +200,9 @@ TRIGGERS = {
         ("warning", both(without(f"{CORR}rollout_is_raw_eff_sample_size"), corr(chi2_seq=9.0)), []),
         ("warning", both(without(f"{CORR}rollout_is_raw_eff_sample_size"), corr(chi2_token=9.0)),
          [f"{RC}rollout_is=token"]),
+    ],
+    "usable-length": [  # ln 2 / ln 1.01 = 69.7 tokens
+        ("info", both(corr(chi2_token=0.01), always(response_length__mean=500.0)), []),
     ],
     "rejected": [
         ("critical", corr(rollout_rs_masked_fraction=0.7), [*REJECTING]),
@@ -527,6 +534,8 @@ def test_the_page_of_rules_lists_every_rule():
         # χ² of products does not apply to token weights
         ("hidden-tail", both(without(f"{CORR}rollout_is_raw_eff_sample_size"), corr(chi2_seq=9.0)),
          [f"{RC}rollout_is=token"]),
+        ("usable-length", both(corr(chi2_token=0.01), always(response_length__mean=60.0)), []),
+        ("cut-vocabulary", corr(unit_mean_cut=lambda s: 1.0 if s % 5 == 0 else 0.0, unit_mean=0.99), []),
         ("silently-off", both(idle_correction, corr(k3_kl=0.0)), []),  # on-policy
         ("silently-off", idle_correction, [f"{RC}rollout_is=null"]),
         ("bypass-repeats", always(), ["actor.ppo_epochs=3", DECOUPLED, PPO]),
@@ -647,6 +656,13 @@ def test_facts_that_nobody_tells_are_named():
     for rule in ("silently-off", "bypass-repeats", "probability-gap", "nondeterminism"):
         assert missing[rule] == ("spec.yaml",)
     assert found(diagnosis) == {"policy-gap": "critical"}
+
+
+def test_the_usable_length_is_that_of_weights_of_sequences():
+    spoil = both(corr(chi2_token=0.01), always(response_length__mean=500.0))
+    [finding] = [one for one in diagnose(spoil).findings if one.rule == "usable-length"]
+    assert "up to about 70 tokens; responses have 500" in finding.what
+    assert "usable-length" not in found(diagnose(spoil, f"{RC}rollout_is=token"))
 
 
 @pytest.mark.parametrize("count", [1, 3])

@@ -69,7 +69,12 @@ def test_the_engine_of_a_run_has_the_runs_precision(tmp_path: Path, embedded: Pa
     publish(run / CHECKPOINTS, partial, TrainerState(1, 1, 1), keep=None)
     (cause,) = run_preflight(MismatchRequest(str(run))).causes
     assert cause.what == "the engine computes in int8, the trainer in fp32"
-    assert run_preflight(MismatchRequest(str(run), engine_dtype="fp32")).gap.agrees
+    same = run_preflight(MismatchRequest(str(run), engine_dtype="fp32"))
+    assert same.gap.agrees
+    # of 16 listed tokens: the rest of the vocabulary is the width of the interval
+    low, high = run_preflight(MismatchRequest(str(run))).total_variation
+    assert 0.001 < low < high < 0.5
+    assert same.total_variation[0] < 1e-5
 
 
 def test_prompts_are_rendered_with_the_arguments_of_the_run(tmp_path: Path, embedded: Path) -> None:

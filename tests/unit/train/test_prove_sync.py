@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import re
 from functools import partial
 from types import SimpleNamespace
 from typing import Any
@@ -12,6 +13,7 @@ import pytest
 import torch
 from torch import nn
 
+from rlctl.engine.log_probs import PolicyModule
 from rlctl.engine.lora import Adapter, adapter_parameters, add_lora
 from rlctl.engine.perturb import parts_of, perturbed
 from rlctl.engine.policy_engine import plain_weights
@@ -21,6 +23,7 @@ from rlctl.rollout.protocol import Policy, sampling_of
 from rlctl.rollout.shared_engine import EngineLock, LockedRollout
 from rlctl.run_spec.load import load_spec
 from rlctl.run_spec.model import ALL_LINEAR
+from rlctl.train import sync
 from rlctl.train.sync import confirm_sync, prove_sync
 from tests.models import tiny_model
 from tests.unit.rollout.test_hf_rollout import TOKENIZER, random_model
@@ -39,9 +42,9 @@ class Actor:
 
     def policy(self, inputs: Any) -> Any:
         grads = {name: p.requires_grad for name, p in self.model.named_parameters()}
-        found = frozen(copy.deepcopy(self.model)).log_probs(inputs)
+        found = PolicyModule(copy.deepcopy(self.model).eval(), 1.0)(inputs)
         assert grads == {name: p.requires_grad for name, p in self.model.named_parameters()}
-        return SimpleNamespace(log_probs=found)
+        return found
 
     def weights(self, *, merged: bool = True) -> Any:
         return ((weight.name, weight.value()) for weight in plain_weights(self.model, merged=merged))
@@ -184,6 +187,31 @@ def test_a_sound_engine_passes_and_all_weights_are_as_before(
     for old, new in zip(before, after, strict=True):
         for name, weight in old.items():
             assert torch.equal(weight, new[name]), name
+
+
+@pytest.mark.parametrize("dtype", [None, "int8"])
+def test_the_distance_of_whole_distributions_is_bounded(dtype: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The bounds of the message contain the total variation over the whole vocabulary."""
+    monkeypatch.setattr(sync, "PROBE_LISTED", 4)  # of a vocabulary of 15
+    run = run_with(HFRollout, dtype=dtype)
+    seen: list[Any] = []
+    probes = sync._probes
+    monkeypatch.setattr(
+        sync, "_probes", lambda *given, **more: seen.append(probes(*given, **more)) or seen[-1]
+    )
+    said = prove_sync(run, 0)
+    low, high = map(float, re.findall(r"is between (\S+) and (\S+) on average", said)[0])
+    [(_, batch)] = seen[0]
+    assert batch.columns["most_likely"].counts.unique().tolist() == [4]
+    models = copy.deepcopy(run.actor.model), run.rollout._engine._model
+    p, q = (PolicyModule(m.float().eval(), 1.0).logits(batch.inputs).softmax(-1).double() for m in models)
+    truth = float(0.5 * (p - q).abs().sum(-1).mean())
+    if dtype is None:
+        assert low < 1e-5
+        assert truth < 1e-5
+    else:
+        assert 1e-4 < low <= truth * 1.1
+    assert truth <= high * 1.1
 
 
 @pytest.mark.parametrize("lora", [False, True])

@@ -99,6 +99,14 @@ def test_failed_episodes_of_an_environment_end_the_guarantee_for_good() -> None:
     assert resumed.updated(record_of(seen))[GUARANTEED] == 0.0
 
 
+def test_episodes_that_a_resume_starts_again_end_the_guarantee() -> None:
+    """Those that had ended were kept: the shorter ones."""
+    test = SamplerTest(spec_of("rollout.max_staleness=1"))
+    seen = BATCH.rollout_log_probs + 0.1
+    assert test.updated(record_of(seen, **{"rollout/restarted_episodes": 0.0}))[GUARANTEED] == 1.0
+    assert test.updated(record_of(seen, **{"rollout/restarted_episodes": 2.0}))[GUARANTEED] == 0.0
+
+
 @pytest.mark.parametrize("mode", [BYPASS, DECOUPLED])
 @pytest.mark.parametrize("micro", [16, 3])
 def test_updates_keep_the_log_probs_of_before_them(mode: dict[str, object], micro: int) -> None:

@@ -235,6 +235,20 @@ def test_text(found: Tradeoff, printed: Callable[..., str]) -> None:
     assert lines[lines.index(own) + 1].strip() == "2.0, turn clip 2.0, 1 more)"
 
 
+def test_the_usable_length_of_sequence_weights_is_told(found: Tradeoff, printed: Callable[..., str]) -> None:
+    """Ratios of a spread of 0.6 leave two tokens at most; responses are longer."""
+    usable = found.usable_length
+    assert usable.predicted < 3
+    assert usable.is_exceeded
+    said = " ".join(printed("text").split())
+    assert "sequence weights keep half of the sample up to about" in said
+    assert "a geometric mean (biased)" in said
+    (document,) = json.loads(printed("json"))
+    assert document["usable_length"]["predicted"] == pytest.approx(usable.predicted)
+    assert document["usable_length"]["prefixes"][0]["length"] == 1
+    assert document["usable_length"]["measured"] == usable.measured
+
+
 def test_what_a_replay_does_not_write_is_said(tmp_path: Path, printed: Callable[..., str]) -> None:
     with pytest.raises(UsageError, match="--what-if writes text or json"):
         printed("html")

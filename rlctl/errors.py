@@ -8,7 +8,7 @@ from __future__ import annotations
 import errno
 import os
 import re
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, ClassVar, Literal, TypeVar
@@ -209,10 +209,30 @@ class SpecError(UsageError):
         return "\n".join(lines)
 
 
-def steps_in_words(steps: Sequence[int]) -> str:
-    """Formats ascending steps compactly, for example `steps 1 to 4, 7`."""
-    starts = [step for step in steps if step - 1 not in set(steps)]
-    ends = [step for step in steps if step + 1 not in set(steps)]
-    spans = [f"{a}" if a == b else f"{a} to {b}" for a, b in zip(starts, ends, strict=True)]
-    shown = spans if len(spans) <= 8 else [*spans[:7], f"… {spans[-1]}"]
-    return ("step " if len(steps) == 1 else "steps ") + ", ".join(shown)
+def steps_in_words(steps: Iterable[int | range]) -> str:
+    """Formats ascending steps, and ranges of them, compactly: `steps 1 to 4, 7`."""
+    spans: list[tuple[int, int]] = []
+    for each in steps:
+        first, last = (each.start, each.stop - 1) if isinstance(each, range) else (each, each)
+        if spans and spans[-1][1] == first - 1:
+            first = spans.pop()[0]
+        spans.append((first, last))
+    written = [f"{a}" if a == b else f"{a} to {b}" for a, b in spans]
+    shown = written if len(written) <= 8 else [*written[:7], f"… {written[-1]}"]
+    is_one = len(spans) == 1 and spans[0][0] == spans[0][1]
+    return ("step " if is_one else "steps ") + ", ".join(shown)
+
+
+def missing_steps(known: Iterable[range], last: int) -> list[range]:
+    """Ranges of the steps from 1 to `last` that are in none of the known ranges, ascending.
+
+    The numbers are of a run's files, which someone else may have written, so that no loop goes over steps.
+    """
+    missing, free = [], 1  # the first step that is in no range so far
+    for each in sorted((each for each in known if each), key=lambda each: each.start):
+        if each.start > last:
+            break
+        if each.start > free:
+            missing.append(range(free, each.start))
+        free = max(free, each.stop)
+    return [*missing, range(free, last + 1)] if free <= last else missing

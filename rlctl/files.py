@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import errno
 import glob
 import hashlib
 import json
 import os
 import shutil
+import stat
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -21,6 +23,8 @@ _MANIFEST = "manifest.json"
 #: Files of a cache entry above this size in bytes are verified only by their size when the entry is used.
 _HASHED = 16 << 20
 _LOCK_TIMEOUT_MINUTES = 30
+#: Bytes of the largest text that is read as a whole, such as a record of a run, and of the longest line.
+MAX_TEXT = 64 << 20
 
 
 def is_utf8(text: str) -> bool:
@@ -109,6 +113,46 @@ def _is_complete(entry: Path) -> bool:
 def open_to_append(path: Path, mode: Literal["a", "ab"] = "ab", **options: Any) -> IO[Any]:
     """Opens a file to append to it, but no link, which may lead outside a directory that others can write."""
     return open(path, mode, opener=lambda name, flags: os.open(name, flags | os.O_NOFOLLOW, 0o666), **options)
+
+
+def open_regular(path: Path) -> IO[bytes]:
+    """Opens a file of a directory that someone else may have written: no pipe, and no device without an end.
+
+    Raises:
+        OSError: it is something else than a file, or from the file system.
+    """
+    descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK)  # a pipe would wait for a writer
+    if stat.S_ISREG(os.fstat(descriptor).st_mode):
+        return os.fdopen(descriptor, "rb")
+    os.close(descriptor)
+    raise OSError(errno.EINVAL, "it is no file", str(path))
+
+
+def read_text(path: Path) -> str:
+    """The text (UTF-8) of a file that someone else may have written; holes let a small file be long.
+
+    Raises:
+        OSError: it is no file, or has more than `MAX_TEXT` bytes, or from the file system.
+        UnicodeDecodeError: it is not UTF-8.
+    """
+    with open_regular(path) as stream:
+        content = stream.read(MAX_TEXT + 1)
+    if len(content) > MAX_TEXT:
+        raise OSError(errno.EFBIG, f"it has more than {MAX_TEXT >> 20} MiB", str(path))
+    return content.decode()
+
+
+def lines_of(path: Path) -> Iterator[bytes]:
+    """The lines of a file that someone else may have written, with their ends.
+
+    Raises:
+        OSError: it is no file, or has a line of more than `MAX_TEXT` bytes, or from the file system.
+    """
+    with open_regular(path) as stream:
+        while line := stream.readline(MAX_TEXT + 1):
+            if len(line) > MAX_TEXT:
+                raise OSError(errno.EFBIG, f"it has a line of more than {MAX_TEXT >> 20} MiB", str(path))
+            yield line
 
 
 def is_file(path: str | Path) -> bool:

@@ -12,6 +12,7 @@ import hashlib
 import heapq
 import json
 import shutil
+import stat
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
@@ -20,7 +21,7 @@ from types import MappingProxyType
 from typing import Any
 
 from rlctl.errors import RlctlError, RunFailure, UsageError, first_line, lost_rank
-from rlctl.files import apply_umask, sha256_of, sync
+from rlctl.files import apply_umask, read_text, sha256_of, sync
 
 #: Subdirectory of a run directory for its checkpoints.
 CHECKPOINTS = "checkpoints"
@@ -298,6 +299,8 @@ def verify(path: Path, differing: Differing = first_differing) -> tuple[str, Che
         return f"its manifest contains step {state.step}", None
     if not expected:
         return "its manifest lists no file", None
+    if odd := next((each for each in sorted(path.rglob("*")) if not _is_plain(each)), None):
+        return f"{odd.relative_to(path)} is a link, or no file", None
     problem = differing(path, expected)
     return problem, None if problem else Checkpoint(path, state)
 
@@ -309,7 +312,7 @@ def _read_manifest(path: Path) -> tuple[TrainerState, dict[str, str]]:
         OSError, ValueError, KeyError, TypeError: the manifest cannot be read, or differs from its checksum.
             Manifests of versions before 0.2 have no checksum.
     """
-    manifest = json.loads((path / _MANIFEST).read_text())
+    manifest = json.loads(read_text(path / _MANIFEST))
     digest = manifest.pop("manifest_sha256", None)
     if digest is not None and digest != _digest(manifest):
         raise ValueError("it differs from its checksum")
@@ -334,6 +337,12 @@ def _set_aside(path: Path) -> None:
     target = path.with_name(f"{_SET_ASIDE}{path.name.lstrip('.')}")
     shutil.rmtree(target, ignore_errors=True)
     path.rename(target)
+
+
+def _is_plain(path: Path) -> bool:
+    """Whether it is a file or a directory; of someone else, a link may lead to a secret of this user."""
+    mode = path.lstat().st_mode
+    return stat.S_ISREG(mode) or stat.S_ISDIR(mode)
 
 
 def _files(directory: Path) -> list[Path]:

@@ -16,7 +16,7 @@ from rlctl.evaluate.intervals import LEVEL, Range
 from rlctl.evaluate.page import PAGE_FILE, write_page
 from rlctl.evaluate.samples import SAMPLES_FILE, EvalSample, read_samples, write_samples
 from rlctl.evaluate.scores import Score
-from rlctl.files import check_vacant, clear_leftovers, encodable, sha256_of, staged_directory
+from rlctl.files import check_vacant, clear_leftovers, encodable, read_text, sha256_of, staged_directory
 from rlctl.run_spec.keys import flat
 from rlctl.run_spec.rollout import RewardSpec
 from rlctl.track.run_dir import package_versions
@@ -80,7 +80,7 @@ def read_evaluation(directory: Path) -> tuple[dict[str, Any], list[EvalSample]]:
         fix = "name an evaluation's directory, such as RUN/evaluations/20260101-120000"
         raise UsageError(f"not an evaluation: {message}", where=str(directory), fix=fix)
     try:
-        document = json.loads(path.read_text(encoding="utf-8"))
+        document = json.loads(read_text(path))
         if document["format"] != _FORMAT:
             raise ValueError(f"its format is {document['format']}, not {_FORMAT}")
         _ = int(document["sampling"]["n"]), document["model"]["path"], document["reward"]["name"]

@@ -23,7 +23,14 @@ from typing import TYPE_CHECKING, Any
 from rlctl.batch import Episode, Task
 from rlctl.errors import RunFailure
 from rlctl.evaluate.evaluate_report import Evaluation, default_out, read_evaluation, write_evaluation
-from rlctl.evaluate.request import EvaluateRequest, Plan, check_request, checked_ks, chosen_reward
+from rlctl.evaluate.request import (
+    EvaluateRequest,
+    Plan,
+    check_request,
+    checked_ks,
+    chosen_reward,
+    values_beside,
+)
 from rlctl.evaluate.samples import EvalSample, Pair, Response, as_samples, by_question
 from rlctl.evaluate.scores import RIGHT, score_range, summarise
 from rlctl.evaluate.store import ResponseStore, prompt_hash
@@ -140,8 +147,8 @@ def regrade(
     ks = checked_ks(ks, int(about["sampling"]["n"]))
     if out:
         check_vacant(out)
-    if reward is None:
-        require_permission(directory, flat({"reward": document["reward"]}), trust=trust)
+    values = values_beside(flat({"reward": document["reward"]}), reward)
+    require_permission(directory, values, trust=trust)
     reward_spec = chosen_reward(RewardSpec.model_validate(document["reward"]), reward)
     started = time.monotonic()
     with grading(reward_spec, int(about["sampling"]["max_response_length"])) as built:

@@ -149,10 +149,10 @@ def check_request(request: EvaluateRequest) -> Plan:
     own = RewardSpec() if target.spec is None or questions.benchmarks else target.spec.reward
     if target.run_dir is not None and target.spec is not None:
         sections = {"model", "rollout"} | ({"environment"} if named is None else set())
-        sections |= {"reward"} if request.reward is None and own is target.spec.reward else set()
+        sections |= {"reward"} if own is target.spec.reward else set()
         require_permission(
             target.run_dir,
-            values_of(target.spec, request.engine),
+            values_beside(values_of(target.spec, request.engine), request.reward),
             sections=sections,
             trust=request.trust,
             model_dir=Path(target.model_path),
@@ -252,6 +252,24 @@ def chosen_environment(name: str | None) -> EnvironmentSpec | None:
     is_file = name.endswith((".yaml", ".yml"))
     files, overrides = ([Path(name)], []) if is_file else ([], [f"environment.name={absolute_name(name)}"])
     return load_spec(files=files, overrides=overrides, left_open=LEFT_TO_THE_USER).spec.environment
+
+
+def values_beside(values: Mapping[str, Any], reward: str | None) -> dict[str, Any]:
+    """Those values of a recorded spec (dotted key → value) that count beside a command's own reward.
+
+    `chosen_reward` keeps what `auto`, `judge` and `model` use: graders of sources, a judge, a reward model.
+
+    Args:
+        reward: as `chosen_reward`; None: the recorded one.
+    """
+    if reward is None:
+        return dict(values)
+    if reward.endswith((".yaml", ".yml")):
+        replaced: tuple[str, ...] = ("reward.",)
+    else:
+        is_own = absolute_name(reward) == absolute_name(str(values.get("reward.name")))
+        replaced = ("reward.name", "reward.terms", *(() if is_own else ("reward.params.",)))
+    return {key: value for key, value in values.items() if not key.startswith(replaced)}
 
 
 def chosen_reward(own: RewardSpec, name: str | None) -> RewardSpec:

@@ -24,6 +24,7 @@ from pydantic import (
 from pydantic_core import CoreSchema, PydanticCustomError, core_schema
 
 from rlctl.errors import Problem, UsageError, in_words
+from rlctl.files import read_text
 from rlctl.registry import Part, Registry
 from rlctl.user_code import is_file_function
 
@@ -114,7 +115,7 @@ def json_file(value: Any) -> Any:
     if not isinstance(value, str):
         return value
     try:
-        content = json.loads(Path(value).expanduser().read_text(encoding="utf-8"))
+        content = json.loads(read_text(Path(value).expanduser()))
     except OSError as error:
         raise ValueError(f"must be a mapping, or a JSON file: {error.strerror}") from None
     except ValueError as error:

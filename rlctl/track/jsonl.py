@@ -12,16 +12,21 @@ from __future__ import annotations
 import json
 import math
 import os
+import sys
 from collections.abc import Mapping
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
 from rlctl.errors import RunFailure
-from rlctl.files import open_to_append, replacing
+from rlctl.files import lines_of, open_to_append, replacing
 
 METRICS_FILE = "metrics.jsonl"
 DISCARDED_FILE = "metrics.discarded.jsonl"
+#: How a line writes numbers that JSON has not.
+_NO_NUMBERS = frozenset({"NaN", "Infinity", "-Infinity"})
+#: Steps that a column of 64-bit integers can hold.
+_STEPS = range(-(2**63), 2**63)
 
 
 class JsonlSink:
@@ -85,7 +90,7 @@ def truncate_after(path: Path, step: int) -> list[int]:
         RunFailure: the files cannot be read or written.
     """
     try:
-        lines = path.read_bytes().splitlines(keepends=True) if path.exists() else []
+        lines = list(lines_of(path)) if path.exists() else []
         steps = [_step_of(line) for line in lines]
         kept = [line for line, n in zip(lines, steps, strict=True) if n is not None and n <= step]
         if len(kept) < len(lines):
@@ -102,11 +107,28 @@ def truncate_after(path: Path, step: int) -> list[int]:
 
 
 def decode_line(line: bytes) -> dict[str, Any]:
-    """A row of `metrics.jsonl`; raises a ValueError if the line is not an object with an integer `step`."""
-    row = json.loads(line)
-    if not isinstance(row, dict) or not isinstance(row.get("step"), int):
+    """A row of `metrics.jsonl`.
+
+    Raises:
+        ValueError: the line is not an object with an integer `step` and numbers.
+    """
+    try:
+        row = json.loads(line)
+    except RecursionError as error:
+        raise ValueError("too many brackets") from error
+    if not isinstance(row, dict) or type(step := row.get("step")) is not int or step not in _STEPS:
         raise ValueError("no integer `step`")
+    for key, value in row.items():
+        if not (isinstance(value, str | None) if key == "timestamp" else _is_number(value)):
+            raise ValueError(f"{key} is no number")
     return row
+
+
+def _is_number(value: Any) -> bool:
+    """Whether a value of a row is a number that a float64 can hold, one of `_NO_NUMBERS`, or missing."""
+    if isinstance(value, int):
+        return abs(value) <= sys.float_info.max
+    return value is None or isinstance(value, float) or (isinstance(value, str) and value in _NO_NUMBERS)
 
 
 def _step_of(line: bytes) -> int | None:

@@ -10,7 +10,7 @@ from typing import Any
 from mlflow.entities import Metric, Param
 from mlflow.tracking import MlflowClient
 
-from rlctl.files import write_text
+from rlctl.files import read_text, write_text
 from rlctl.run_spec.keys import flat
 from rlctl.track.sink import SAMPLES, SinkInputs
 
@@ -31,7 +31,7 @@ class MlflowSink:
         self._client = MlflowClient()
         file = inputs.run_dir / _RUN_ID_FILE
         if file.is_file():
-            self._id = file.read_text(encoding="utf-8").strip()
+            self._id = read_text(file).strip()
             self._client.update_run(self._id, status="RUNNING")
             return
         known = self._client.get_experiment_by_name(inputs.project)

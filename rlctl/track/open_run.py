@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any, Literal
 import psutil
 
 from rlctl.errors import UsageError, first_line
+from rlctl.files import lines_of
 from rlctl.metric_names import best_validation, validation_rewards
 from rlctl.track.heartbeats import beats_of_node
 from rlctl.track.jsonl import METRICS_FILE, decode_line
@@ -151,7 +152,7 @@ class RunRecord:
         """
         file = self.path / METRICS_FILE
         try:
-            lines = file.read_bytes().splitlines()  # bytes: `str.splitlines` splits at more separators
+            lines = list(lines_of(file))  # bytes: `str.splitlines` splits at more separators
         except OSError as error:
             message = f"the metrics cannot be read: {error.strerror}"
             raise UsageError(message, where=str(file)) from error
@@ -321,7 +322,7 @@ def _last_rows(path: Path) -> tuple[dict[str, Any], dict[str, float]]:
     """The last complete row, and the rewards of the last validation."""
     last: dict[str, Any] = {}
     try:
-        lines = path.read_bytes().splitlines() if path.is_file() else []  # a pipe would block
+        lines = list(lines_of(path))
     except OSError:
         return last, {}
     for line in reversed(lines):

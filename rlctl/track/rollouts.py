@@ -14,8 +14,8 @@ import pyarrow.compute as pc
 import pyarrow.parquet as pq
 
 from rlctl.episodes import Episodes
-from rlctl.errors import RunFailure, first_line, steps_in_words
-from rlctl.files import encodable, replacing
+from rlctl.errors import RunFailure, first_line, missing_steps, steps_in_words
+from rlctl.files import encodable, open_regular, replacing
 from rlctl.lazy import torch
 
 if TYPE_CHECKING:
@@ -170,7 +170,7 @@ class RolloutWriter:
         Raises:
             RunFailure: a part cannot be read or rewritten.
         """
-        there: set[int] = set()
+        there: list[range] = []
         notes: list[str] = []
         try:
             for leftover in self.directory.glob(".*.tmp"):
@@ -190,7 +190,7 @@ class RolloutWriter:
                         f"warning: {ROLLOUTS_DIR}/{path.name} is damaged ({problem}) and was moved aside"
                     )
                     continue
-                there |= set(range(first, min(last, step) + 1))
+                there.append(range(first, min(last, step) + 1))
                 if last <= step:
                     continue
                 if kept is not None:
@@ -198,7 +198,7 @@ class RolloutWriter:
                 path.unlink()
         except (OSError, pa.ArrowInvalid) as error:
             raise _failure(self.directory, error) from error
-        if missing := sorted(set(range(1, step + 1)) - there):
+        if missing := missing_steps(there, step):
             notes.append(f"warning: {ROLLOUTS_DIR}/ has no responses of {steps_in_words(missing)}")
         return notes
 
@@ -206,6 +206,7 @@ class RolloutWriter:
 def _damage(path: Path, schema: pa.Schema) -> str:
     """Reason why a part cannot be read; empty if it can."""
     try:
+        open_regular(path).close()
         stored = pq.ParquetFile(path).schema_arrow
         versions, older = [schema], schema
         for name in ("remarks", "terms"):  # which version 3 and 2 lack; readers promote them

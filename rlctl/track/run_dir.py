@@ -18,7 +18,7 @@ from typing import Any, Self, TypeVar
 from filelock import FileLock, Timeout
 
 from rlctl.errors import RlctlError, UsageError
-from rlctl.files import is_utf8, write_text
+from rlctl.files import is_utf8, read_text, write_text
 from rlctl.processes import command_output
 from rlctl.track.git_commit import git_commit
 from rlctl.track.redaction import redact_command, redact_tree
@@ -241,7 +241,7 @@ def read_mapping(path: Path) -> dict[str, Any]:
     import yaml  # here, because `rlctl --version` imports this module
 
     try:
-        text = path.read_text(encoding="utf-8") if path.is_file() else ""  # a pipe would block
+        text = read_text(path)
         content = json.loads(text) if path.suffix == ".json" else yaml.safe_load(text)
     except (OSError, ValueError, RecursionError, yaml.YAMLError):
         return {}

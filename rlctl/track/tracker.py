@@ -8,7 +8,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, Literal, Self
 
-from rlctl.errors import UsageError, steps_in_words, typed_line, visible
+from rlctl.errors import UsageError, missing_steps, steps_in_words, typed_line, visible
 from rlctl.registry import TRACKERS
 from rlctl.track.jsonl import METRICS_FILE, JsonlSink, truncate_after
 from rlctl.track.redaction import redact, redact_tree
@@ -155,7 +155,7 @@ def build_tracker(loggers: Sequence[str], inputs: SinkInputs) -> Tracker:
     record = JsonlSink(file)
     extras: list[Sink] = []
     warnings: list[str] = []
-    if missing := sorted(set(range(1, inputs.start_step + 1)) - set(logged)):
+    if missing := missing_steps((range(step, step + 1) for step in logged), inputs.start_step):
         message = (
             f"{METRICS_FILE} has no readable line of {steps_in_words(missing)}, which this run has trained"
         )

@@ -16,15 +16,18 @@ import secrets
 import stat
 from collections.abc import Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass
+from functools import cache
 from modulefinder import ModuleFinder
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
+from urllib.parse import urlsplit
 
 from platformdirs import user_state_path
 
+from rlctl.capabilities.sections import sections
 from rlctl.errors import SpecError, UsageError
 from rlctl.files import sha256_of, write_text
-from rlctl.processes import SERVER_KEY, TRUST_KEY
+from rlctl.processes import SERVER_KEY, TRUST_KEY, is_this_machine
 from rlctl.run_spec.keys import flat
 from rlctl.run_spec.load import RUN_SPEC_FILE, load_spec, recorded_spec
 from rlctl.track.redaction import redact_tree
@@ -41,13 +44,13 @@ FLAG = "--trust"
 _SHORTEST_KEY = 16
 #: Sections of a spec that a signature covers as a whole if it covers anything, and single keys.
 _SIGNED_SECTIONS = ("reward", "environment", "model")
-#: Environment variables whose keys go with requests to addresses in a spec.
-_SENT_KEYS = (SERVER_KEY, "OPENAI_API_KEY")
+#: Environment variables whose keys go with requests to addresses in a spec, and the key that names another.
+_SENT_KEYS, _KEY_VARIABLE = (SERVER_KEY, "OPENAI_API_KEY"), "reward.judge.key_variable"
 _SIGNED_KEYS = ("rollout.engine_kwargs", "rollout.engine_params", "rollout.server.urls")
-#: Mappings whose texts are passed on to libraries, which may import what they name.
-_PASSED_ON = ("rollout.engine_kwargs", "engine.deepspeed")
-#: Environments that import a package which their parameters name.
-_IMPORTING = frozenset({"verifiers"})
+#: Mappings that are passed on to libraries, which may import what a text in them names, or open ports.
+_PASSED_ON = ("rollout.engine_kwargs.", "engine.deepspeed.")
+#: Environments that import a package which their parameters name, and the keys that name environments.
+_IMPORTING, _ENVIRONMENTS = frozenset({"verifiers"}), frozenset({"environment.name", "environment.others"})
 
 #: Sections of which reading a spec imports the users' files that they name.
 _IMPORTED_SECTIONS = frozenset({"actor", "algorithm", "engine", "environment", "rollout", "trainer"})
@@ -59,24 +62,48 @@ Values = Mapping[str, Any]
 def code_in(values: Values) -> dict[str, str]:
     """Dotted key → what it would run or send, for those values of a spec that do either."""
     runs_code: dict[str, list[str]] = {}
-    sent = [name for name in _SENT_KEYS if os.environ.get(name)]
+    variables = dict.fromkeys((*_SENT_KEYS, str(values.get(_KEY_VARIABLE))))
+    sent = [name for name in variables if os.environ.get(name)]
     for key, value in values.items():
-        for text in texts_in(value):
-            names = [] if text.startswith(COMMANDS) else split_names(text)
-            if names := [name for name in names if is_file_function(name)]:
-                runs_code.setdefault(key, []).append(f"runs {', '.join(names)}")
-            elif text.startswith(COMMANDS):
-                runs_code.setdefault(key, []).append(f"runs {text.partition(':')[2].strip()}")
-            elif text.startswith(("http://", "https://")) and sent:
-                runs_code.setdefault(key, []).append(f"sends {', '.join(sent)} to {text}")
-            elif key.startswith(_PASSED_ON):
-                runs_code.setdefault(key, []).append(f"passes {text} to a library")
-            elif key == "environment.name" and text in _IMPORTING:
-                runs_code.setdefault(key, []).append("runs the package of a taskset")
+        found = [_runs(key, text, sent) for text in texts_in(value)]
+        if key.startswith(_PASSED_ON):
+            found = [f"passes {value} to a library"]
         if key.rpartition(".")[2] == "trust_remote_code" and value is True:
-            path = values.get(f"{key.rpartition('.')[0]}.path")
-            runs_code.setdefault(key, []).append(f"runs code that comes with the model {path}")
-    return {key: "; ".join(what) for key, what in runs_code.items()}
+            models = ", ".join(str(values[name]) for name in _models_of(key, values))
+            found.append(f"runs code that comes with the model {models}")
+        if found := list(filter(None, found)):
+            runs_code[key] = "; ".join(found)
+    return runs_code
+
+
+def _runs(key: str, text: str, sent: Collection[str]) -> str:
+    """What a text at a dotted key would run or send; empty: nothing.
+
+    `sent`: variables of this process that go with requests.
+    """
+    if text.startswith(COMMANDS):
+        return f"runs {text.partition(':')[2].strip()}"
+    if names := [name for name in split_names(text) if is_file_function(name)]:
+        return f"runs {', '.join(names)}"
+    if text.lower().startswith(("http://", "https://")):
+        is_here = is_this_machine(urlsplit(text).hostname or "")
+        what = [*sent, *([] if is_here else ["prompts and responses"])]
+        return f"sends {', '.join(what)} to {text}" if what else ""
+    return "runs the package of a taskset" if key in _ENVIRONMENTS and text in _IMPORTING else ""
+
+
+def _models_of(key: str, values: Values) -> list[str]:
+    """The keys of the models for which `trust_remote_code` at this key holds."""
+    own = f"{key.rpartition('.')[0]}.path"
+    further = _further_models() if own == "model.path" else ()
+    return [name for name in (own, *further) if isinstance(values.get(name), str)]
+
+
+@cache
+def _further_models() -> tuple[str, ...]:
+    """Keys of the models that are loaded as `model.path` is."""
+    of_capabilities = (key for section in sections().values() for key in section.model_keys)
+    return ("ref.path", "critic.path", *of_capabilities)
 
 
 def require_permission(
@@ -267,10 +294,12 @@ def _own_key(file: Path) -> bytes:
 def _signed_values(values: Values) -> dict[str, Any]:
     """The values that name code, and the parameters of what may be code."""
     code = code_in(values)
+    models = {name for key in code for name in _models_of(key, values) if key.endswith("trust_remote_code")}
     return {
         key: value
         for key, value in values.items()
         if key in code
+        or key in models
         or key.split(".")[0] in _SIGNED_SECTIONS
         or key.startswith(_SIGNED_KEYS)
         or "_params" in key
@@ -281,9 +310,8 @@ def _code_files(code: Mapping[str, str], values: Values) -> list[Path]:
     """The files of code that the values name: users', what these import from beside them, and models'."""
     paths = code_files(text for key in code for text in texts_in(values[key]))
     for key in code:
-        model = values.get(f"{key.rpartition('.')[0]}.path") if key.endswith("trust_remote_code") else None
-        if isinstance(model, str):
-            paths |= set(Path(model).expanduser().glob("**/*.py"))
+        for model in _models_of(key, values) if key.endswith("trust_remote_code") else ():
+            paths |= set(Path(values[model]).expanduser().glob("**/*.py"))
     return sorted(paths)
 
 

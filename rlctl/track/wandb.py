@@ -14,7 +14,7 @@ from typing import Any
 
 import wandb
 
-from rlctl.files import write_text
+from rlctl.files import read_text, write_text
 from rlctl.track.sink import SAMPLES, SinkInputs
 
 #: Time limits of W&B in seconds: start, login prompt, upload of the remaining data at the end.
@@ -84,4 +84,4 @@ def _run_id(run_dir: Path) -> str:
     path = run_dir / _RUN_ID_FILE
     if not path.exists():
         write_text(path, secrets.token_hex(4))
-    return path.read_text(encoding="utf-8").strip()
+    return read_text(path).strip()

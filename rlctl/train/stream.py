@@ -20,6 +20,7 @@ from rlctl.batch import Task, TokenBatch, TokenLists
 from rlctl.engine.ranks import Ranks
 from rlctl.episodes import Episodes
 from rlctl.errors import RunFailure, first_line
+from rlctl.files import read_text
 from rlctl.run_spec.run_spec import RunSpec
 
 _STATE = "rollouts_rank_{rank:05d}.pt"
@@ -239,7 +240,7 @@ class PromptDraws:
             RunFailure: the file cannot be read.
         """
         try:
-            state = json.loads(path.read_text(encoding="utf-8"))
+            state = json.loads(read_text(path))
             measured = {int(row): (float(mean), int(n)) for row, (mean, n) in state.pop("measured").items()}
             return cls(**state, measured=measured)
         except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:

@@ -11,7 +11,8 @@ import pytest
 import yaml
 
 from rlctl.cli.app import run
-from rlctl.processes import TRUST_KEY
+from rlctl.errors import UsageError
+from rlctl.processes import SERVER_KEY, TRUST_KEY
 from rlctl.run_spec.load import recorded_spec
 from rlctl.track.trust import require_permission, sign, values_of
 from tests import runs
@@ -52,6 +53,35 @@ COMMANDS = {
     "runs": "runs {run}",
     "reward": "reward {run} --data {data}",
     "environment test": "environment test {run} --episodes 4",
+}
+
+
+#: What a spec can do besides naming a file of code → its values.
+OTHERWISE: dict[str, dict[str, object]] = {
+    "sends a variable that it names": {
+        "reward.name": "judge",
+        "reward.judge.url": "http://203.0.113.5/v1",
+        "reward.judge.model": "m",
+        "reward.judge.key_variable": "KEY_OF_A_SERVICE",
+    },
+    "sends a variable to another program here": {
+        "reward.name": "judge",
+        "reward.judge.url": "http://127.0.0.1:9/v1",
+        "reward.judge.model": "m",
+        "reward.judge.key_variable": "KEY_OF_A_SERVICE",
+    },
+    "sends responses to another machine": {
+        "reward.name": "judge",
+        "reward.judge.url": "http://203.0.113.5/v1",
+        "reward.judge.model": "m",
+    },
+    "has a teacher elsewhere": {"algorithm.teacher.path": "http://203.0.113.5/v1"},
+    "samples elsewhere": {"rollout.server.urls": ["HTTP://203.0.113.5:8000"]},
+    "imports a package for some rows": {"environment.others": ["verifiers"]},
+    "shortens an option of vLLM": {"rollout.engine_kwargs": {"trust-remote": True}},
+    "has an option of vLLM that is a number": {"rollout.engine_kwargs": {"speculative_config": {"trust": 1}}},
+    "lets vLLM open a port": {"rollout.engine_kwargs": {"data_parallel_size": 2}},
+    "has an option of DeepSpeed that is no text": {"engine.deepspeed": {"nebula": {"enabled": True}}},
 }
 
 
@@ -134,6 +164,66 @@ def try_out(own: Path, tmp_path: Path, embedded: Path, capsys, key: str, command
             assert code == 2, (name, said)
             assert str(evil) in said
             assert "--trust" in said
+
+
+@pytest.mark.parametrize("what", OTHERWISE)
+def test_what_a_strangers_spec_can_do_without_a_file(own, tmp_path, monkeypatch, capsys, what: str) -> None:
+    values = {key.replace(".", "__"): value for key, value in OTHERWISE[what].items()}
+    run_dir = changed(own, tmp_path / "run", **values)
+    monkeypatch.setenv("KEY_OF_A_SERVICE", "pl41n")
+    for name in ("OPENAI_API_KEY", SERVER_KEY):
+        monkeypatch.delenv(name, raising=False)
+    assert run(["train", "--resume", str(run_dir), "--dry-run"]) == 2
+    said = " ".join(capsys.readouterr().err.split())
+    assert "no run of yours has written this directory" in said
+    assert next(key for key, value in OTHERWISE[what].items() if "name" not in key) in said
+    assert "--trust" in said
+    assert "pl41n" not in said
+
+
+#: Values of a stranger's reward that still count after another grader was named → the grader.
+LEFT_OF_A_REWARD = {
+    "auto": {"reward__by_source": {"embedded": "{evil}:f", "addition": "{evil}:f", "x": "{evil}:f"}},
+    "judge": {
+        "reward__judge": {
+            "url": "http://127.0.0.1:9/v1",
+            "model": "m",
+            "key_variable": "KEY_OF_A_SERVICE",
+            "retries": 0,
+        }
+    },
+    "model": {"reward__model": {"path": "{theirs}", "trust_remote_code": True}},
+}
+
+
+@pytest.mark.parametrize("grader", LEFT_OF_A_REWARD)
+def test_a_named_grader_allows_nothing_else_of_a_strangers_reward(
+    own, tmp_path, embedded, monkeypatch, capsys, grader: str
+) -> None:
+    """`--reward auto` names a grader of ours, which reads `reward.by_source` of the spec."""
+    monkeypatch.setenv("KEY_OF_A_SERVICE", "pl41n")
+    evil = evil_file(tmp_path / "theirs")
+    values = json.loads(json.dumps(LEFT_OF_A_REWARD[grader]).replace("{theirs}", str(evil.parent)))
+    run_dir = changed(own, tmp_path / "run", **{key: filled(value, evil) for key, value in values.items()})
+    evaluation = tmp_path / "evaluation"
+    command = ["evaluate", str(own), "-n", "1", "--limit", "1", "--out", str(evaluation)]
+    assert run(command) == 0, capsys.readouterr()
+    record = json.loads((evaluation / "results.json").read_text())
+    record["reward"] |= yaml.safe_load((run_dir / "spec.yaml").read_text())["reward"]
+    (evaluation / "results.json").write_text(json.dumps(record))
+    capsys.readouterr()
+    for command in (
+        ["evaluate", str(run_dir), "-n", "1", "--limit", "1", "--reward", grader],
+        ["evaluate", str(evaluation), "--regrade", "--reward", grader],
+    ):
+        assert run(command) == 2, (command, capsys.readouterr())
+        assert "--trust" in capsys.readouterr().err, command
+    assert not (tmp_path / "theirs/executed").exists()
+    for command in (
+        ["evaluate", str(run_dir), "-n", "1", "--limit", "1", "--reward", "exact"],
+        ["evaluate", str(evaluation), "--regrade", "--reward", "exact"],
+    ):
+        assert run(command) == 0, (command, capsys.readouterr())
 
 
 def test_a_strangers_run_without_code_is_usable(own, tmp_path, embedded, capsys, monkeypatch) -> None:
@@ -221,6 +311,26 @@ def test_code_that_a_model_ships(own: Path, tmp_path: Path, embedded, capsys) ->
     for command in ("evaluate", "mismatch", "who-sampled", "train --resume"):
         assert run(argv(COMMANDS[command], run_dir, tmp_path, embedded)) == 2, command
         assert "model.trust_remote_code" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("key", ["ref__path", "critic__path", "algorithm__teacher__path"])
+def test_code_that_another_model_ships(own: Path, tmp_path: Path, embedded, capsys, key: str) -> None:
+    """`model.trust_remote_code` holds for all models: others are as much a part of what was allowed."""
+    for name in ("first", "second"):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "modeling.py").write_text(f"A = '{name}'")
+    allowed = {"model__trust_remote_code": True, "model__path": str(tmp_path / "first")}
+    run_dir = changed(own, tmp_path / "run", **allowed, **{key: str(tmp_path / "second")})
+    assert sign(run_dir, values_of(recorded_spec(run_dir / "spec.yaml"))) == ""
+    require_permission(run_dir, values_of(recorded_spec(run_dir / "spec.yaml")))
+    (tmp_path / "second/modeling.py").write_text("A = 'third'")
+    with pytest.raises(UsageError, match=r"changed since your run used it: .*second/modeling\.py"):
+        require_permission(run_dir, values_of(recorded_spec(run_dir / "spec.yaml")))
+    shutil.copy(run_dir / "code.json", tmp_path)
+    theirs = changed(own, tmp_path / "other", **allowed, **{key: str(tmp_path / "first")})
+    shutil.copy(tmp_path / "code.json", theirs)
+    with pytest.raises(UsageError, match="the spec has changed"):
+        require_permission(theirs, values_of(recorded_spec(theirs / "spec.yaml")))
 
 
 def test_code_that_is_planted_in_a_checkpoint(own: Path, tmp_path: Path, embedded, capsys) -> None:

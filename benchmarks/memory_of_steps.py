@@ -5,8 +5,8 @@
 Trains the embedded model in this process. Every `--every` steps, after a garbage collection: resident memory,
 what malloc has in use, and what it holds but does not use (Linux with glibc), all in MiB. `--trace` adds what
 Python objects made since the first look hold by tracemalloc, which takes memory itself, and at the end the
-lines of code whose objects grew most since the second look. The last line has the slope of each figure over the second half of the run,
-with its 95 % interval.
+lines of code whose objects grew most since the second look. The last line has the slope of each figure over
+the second half of the run, with its 95 % interval.
 
 A run collects the responses of `FLUSH_STEPS` steps before it writes them, so that memory goes up and down in
 this period. Looks that are as far apart see the same amount of them; others see them as growth.

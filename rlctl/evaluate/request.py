@@ -39,6 +39,10 @@ DEFAULT_KS = (1, 4, 8)
 MIN_TEMPERATURE = 1e-30
 
 
+#: Beginnings of keys of a reward → a part of the names of the graders that use them.
+_USED_BY = {"reward.by_source.": "auto", "reward.judge.": "judge", "reward.model.": "model"}
+
+
 @dataclass(frozen=True, slots=True)
 class EvaluateRequest:
     """Model, data and options of an evaluation."""
@@ -257,7 +261,8 @@ def chosen_environment(name: str | None) -> EnvironmentSpec | None:
 def values_beside(values: Mapping[str, Any], reward: str | None) -> dict[str, Any]:
     """Those values of a recorded spec (dotted key → value) that count beside a command's own reward.
 
-    `chosen_reward` keeps what `auto`, `judge` and `model` use: graders of sources, a judge, a reward model.
+    Graders of sources, the judge and the reward model are kept for those graders that use them; `auto` may
+    use all of them.
 
     Args:
         reward: as `chosen_reward`; None: the recorded one.
@@ -265,11 +270,13 @@ def values_beside(values: Mapping[str, Any], reward: str | None) -> dict[str, An
     if reward is None:
         return dict(values)
     if reward.endswith((".yaml", ".yml")):
-        replaced: tuple[str, ...] = ("reward.",)
-    else:
-        is_own = absolute_name(reward) == absolute_name(str(values.get("reward.name")))
-        replaced = ("reward.name", "reward.terms", *(() if is_own else ("reward.params.",)))
-    return {key: value for key, value in values.items() if not key.startswith(replaced)}
+        return {key: value for key, value in values.items() if not key.startswith("reward.")}
+    replaced = ["reward.name", "reward.terms"]
+    if absolute_name(reward) != absolute_name(str(values.get("reward.name"))):
+        replaced.append("reward.params.")
+    if reward != "auto":
+        replaced += [prefix for prefix, grader in _USED_BY.items() if grader not in reward]
+    return {key: value for key, value in values.items() if not key.startswith(tuple(replaced))}
 
 
 def chosen_reward(own: RewardSpec, name: str | None) -> RewardSpec:

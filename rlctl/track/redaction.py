@@ -67,7 +67,7 @@ def redact(text: str, key: str = "") -> str:
         return MASK if text.strip() not in {"", "null", "None"} else text
     for pattern in _PLACES:
         text = pattern.sub(rf"\g<1>{MASK}", text)
-    text = _IN_QUOTES.sub(lambda match: _masked(match, _is_secret(match["key"])), text)
+    text = _with_masked_pairs(text)
     text = _PLAIN.sub(
         lambda match: _masked(match, _is_secret_in_text(*match.group("key", "before", "value"))), text
     )
@@ -77,6 +77,17 @@ def redact(text: str, key: str = "") -> str:
         return text
     text = _BASE64.sub(lambda match: MASK if _is_random(match[0]) else match[0], text)
     return _HEX.sub(MASK, text)
+
+
+def _with_masked_pairs(text: str) -> str:
+    """The text with masks for values of secret keys in quotes, also within the value of another key."""
+    done: list[str] = []
+    place = 0
+    while match := _IN_QUOTES.search(text, place):
+        is_secret = _is_secret(match["key"])
+        done += [text[place : match.start()], _masked(match, True) if is_secret else match["before"]]
+        place = match.end() if is_secret else match.end("before")
+    return "".join([*done, text[place:]])
 
 
 def _masked(match: re.Match[str], is_secret: bool) -> str:
@@ -112,7 +123,11 @@ def redact_tree(value: Any, key: str = "", *, is_secret: bool = False) -> Any:
     """Redacts nested dicts and lists; below a secret key every text and number."""
     is_secret = is_secret or _is_secret(key)
     if isinstance(value, Mapping):
-        return {k: redact_tree(v, str(k), is_secret=is_secret) for k, v in value.items()}
+        named = value.get("name")  # a pair, as Kubernetes writes variables of the environment
+        of_pair = {"value": isinstance(named, str) and _is_secret(named)}
+        return {
+            k: redact_tree(v, str(k), is_secret=is_secret or of_pair.get(k, False)) for k, v in value.items()
+        }
     if isinstance(value, list | tuple):
         return [redact_tree(item, key, is_secret=is_secret) for item in value]
     if is_secret and not _is_count(key, value):

@@ -93,6 +93,9 @@ ROWS: dict[str, tuple[str, ...]] = {
     "a run directory of someone else": (
         f"{_F}foreign_runs:test_a_strangers_spec_is_read_without_running_it",
         f"{_F}foreign_runs:test_no_command_runs_what_a_strangers_spec_names*COMMANDS",
+        f"{_F}foreign_runs:test_what_a_strangers_spec_can_do_without_a_file",
+        f"{_F}foreign_runs:test_a_named_grader_allows_nothing_else_of_a_strangers_reward",
+        f"{_F}foreign_runs:test_code_that_another_model_ships",
         f"{_F}foreign_runs:test_a_signature_covers_parameters",
         f"{_F}foreign_runs:test_a_record_cannot_be_written_by_others",
         f"{_F}foreign_runs:test_code_that_is_planted_in_a_checkpoint",
@@ -100,6 +103,12 @@ ROWS: dict[str, tuple[str, ...]] = {
         f"{_F}planted_files:test_no_command_executes_a_planted_file*MODULES",
         f"{_F}planted_files:test_a_tag_of_yaml_makes_no_object",
         f"{_U}engine/test_plain_state:test_a_state_with_code_is_refused",
+    ),
+    "a file of a run directory is a pipe": (
+        f"{_F}hostile_records:test_no_odd_file_holds_what_reads_it",
+        f"{_F}hostile_records:test_an_edited_line_of_metrics_is_no_bug",
+        f"{_F}hostile_records:test_no_loop_goes_over_the_steps_of_a_run",
+        f"{_F}hostile_records:test_a_checkpoint_has_no_links",
     ),
     "a line of 1.5 GB": (
         f"{_F}hostile_data:test_one_endless_line",

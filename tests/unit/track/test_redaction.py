@@ -135,6 +135,8 @@ def test_what_follows_the_word_of_a_secret(key: str) -> None:
         ),
         *(
             '{"headers": {"X-A": "pl41n"}}',
+            '{"auths": {"registry": {"auth": "pl41n"}}}',
+            '{"a": {"b": [{"password": "pl41n"}]}}',
             "db_password: pl41n",
             "secret: [pl41n, b]",
             "client_secret = pl41n",
@@ -226,3 +228,13 @@ def test_what_is_no_secret_stays() -> None:
     assert redact_command(command) == command
     assert redact("null", "token") == "null"
     assert redact_tree({"token": None, "use_auth": True}) == {"token": None, "use_auth": True}
+
+
+def test_a_pair_of_name_and_value() -> None:
+    """As Kubernetes writes the environment of a container."""
+    pairs = [
+        {"name": "DB_PASSWORD", "value": "pl41n"},
+        {"name": "MODE", "value": "fast"},
+        {"name": 3, "value": 4},
+    ]
+    assert redact_tree({"env": pairs}) == {"env": [{"name": "DB_PASSWORD", "value": MASK}, *pairs[1:]]}

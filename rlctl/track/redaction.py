@@ -124,10 +124,8 @@ def redact_tree(value: Any, key: str = "", *, is_secret: bool = False) -> Any:
     is_secret = is_secret or _is_secret(key)
     if isinstance(value, Mapping):
         named = value.get("name")  # a pair, as Kubernetes writes variables of the environment
-        of_pair = {"value": isinstance(named, str) and _is_secret(named)}
-        return {
-            k: redact_tree(v, str(k), is_secret=is_secret or of_pair.get(k, False)) for k, v in value.items()
-        }
+        secret_keys = {"value"} if isinstance(named, str) and _is_secret(named) else set()
+        return {k: redact_tree(v, str(k), is_secret=is_secret or k in secret_keys) for k, v in value.items()}
     if isinstance(value, list | tuple):
         return [redact_tree(item, key, is_secret=is_secret) for item in value]
     if is_secret and not _is_count(key, value):

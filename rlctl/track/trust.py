@@ -61,7 +61,7 @@ Values = Mapping[str, Any]
 
 def code_in(values: Values) -> dict[str, str]:
     """Dotted key → what it would run or send, for those values of a spec that do either."""
-    runs_code: dict[str, list[str]] = {}
+    runs_code: dict[str, str] = {}
     variables = dict.fromkeys((*_SENT_KEYS, str(values.get(_KEY_VARIABLE))))
     sent = [name for name in variables if os.environ.get(name)]
     for key, value in values.items():

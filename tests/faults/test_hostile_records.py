@@ -106,7 +106,7 @@ def test_what_is_read_whole_has_a_limit(tmp_path: Path, monkeypatch: pytest.Monk
     assert [len(line) for line in lines_of(file)] == [61, 60]
 
 
-VALUES = (True, "text", [1], {"a": 1}, 10**400, -(10**30), "[" * 3000, [[[[]]]])
+VALUES: tuple[Any, ...] = (True, "text", [1], {"a": 1}, 10**400, -(10**30), "[" * 3000, [[[[]]]])
 
 
 @pytest.mark.parametrize("key", ["step", "timestamp", "critic/score/mean", "val/x/reward_mean"])

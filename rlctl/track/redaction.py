@@ -41,10 +41,30 @@ _PLACES = [
         r"""(cookie\s*:\s*)([^\r\n"']+)""",
         r"""(\bmachine\s+\S+\s+(?:(?:login|account)\s+\S+\s+)*password\s+)(\S+)""",  # .netrc
         r"""((?:^|\s)(?:-u|--user|--proxy-user)[ =]["']?[^\s:"']+:)([^\s"']+)""",  # curl
+        r"""(\bsshpass\s+-p\s*)(\S+)""",
+        r"""(\bpass[ ]phrase(?:[ ]is|\s*[:=])\s*)([^\s"']+|"[^"]*"|'[^']*')""",
     )
 ]
-_NO_VALUES = frozenset({"", "null", "none", "true", "false", "~", MASK})
-_QUERY = re.compile(r"((?:^|[?&;,\s])([\w.-]+)=)([^&;#\s\"']+)")
+#: `--key value` within a text; `<key>value</key>`; a block of YAML; a pair of a list. Groups as above.
+_PAIRS = [
+    re.compile(pattern)
+    for pattern in (
+        r"""(?P<before>(?<!\S)--(?P<key>[A-Za-z][\w-]*)[ \t]+)"""
+        r"""(?P<value>(?P<quote>["']).*?(?P=quote)|[^\s"'-]\S*)""",
+        r"""(?P<before><(?:[\w-]+:)?(?P<key>[\w.-]+)(?:\s[^<>]*)?>)"""
+        r"""(?P<value>[^<>]+)(?=</(?:[\w-]+:)?(?P=key)>)""",
+        r"""(?m)(?P<before>^(?P<indent>[ \t]*)(?P<key>[\w.-]+):[ \t]*[|>][+-]?\d?[ \t]*\n(?P=indent)[ \t]+)"""
+        r"""(?P<value>\S.*(?:\n(?:(?P=indent)[ \t]+\S.*|[ \t]*(?=\n(?P=indent)[ \t]+\S)))*)""",
+        r"""(?P<before>[\[(]\s*(?P<mark>["'])(?P<key>[\w-]+)(?P=mark)\s*,\s*)"""
+        r"""(?P<value>(?P<quote>["']).*?(?P=quote))(?=\s*[\])])""",
+    )
+]
+#: Words of a sentence after the name of an option.
+_CONNECTING = frozenset(
+    {"and", "are", "as", "for", "from", "if", "in", "is", "needs", "of", "on", "or", "to", "with"}
+)
+_NO_VALUES = frozenset({"", "null", "none", "true", "false", "~", MASK, "|", ">", "|-", ">-", "|+", ">+"})
+_QUERY = re.compile(r"((?:^|[?&;,\s#:])([\w.-]+)=)([^&;#\s\"']+)")
 # W&B's classic keys have the format of a git commit, Azure's that of an MD5 sum; those are kept by their key.
 _HEX = re.compile(r"(?<![0-9a-fA-F/@-])(?:[0-9a-f]{40}|[0-9a-fA-F]{32})(?![0-9a-fA-F-])")
 _DIGEST_KEY = re.compile(r"(revision|commit|sha\d*|hash|md5|digest|checksum|etag|uuid|id)$", re.IGNORECASE)
@@ -68,6 +88,8 @@ def redact(text: str, key: str = "") -> str:
     for pattern in _PLACES:
         text = pattern.sub(rf"\g<1>{MASK}", text)
     text = _with_masked_pairs(text)
+    for pattern in _PAIRS:
+        text = pattern.sub(lambda match: _masked(match, _is_secret_in_pair(match)), text)
     text = _PLAIN.sub(
         lambda match: _masked(match, _is_secret_in_text(*match.group("key", "before", "value"))), text
     )
@@ -90,10 +112,22 @@ def _with_masked_pairs(text: str) -> str:
     return "".join([*done, text[place:]])
 
 
+def _is_secret_in_pair(match: re.Match[str]) -> bool:
+    """Whether the value of a match of `_PAIRS` is a secret."""
+    key, value = match["key"], match["value"].strip("\"'")
+    if not _is_secret(key) or value in _CONNECTING or _is_count(key, value):
+        return False
+    may_be_a_word = match["before"].startswith(
+        ("--", "[", "(")
+    )  # an option in a sentence, or a list of names
+    is_word = may_be_a_word and _PATTERNS["ordinary_words"].fullmatch(key)
+    return not is_word or _has_form_of_secret(value)
+
+
 def _masked(match: re.Match[str], is_secret: bool) -> str:
     """The text of a match, with the mask for its value if that is a secret."""
     value = match["value"]
-    quote = match["quote"] or ""
+    quote = match.groupdict().get("quote") or ""
     if not is_secret or value.strip("\\\"'").lower() in _NO_VALUES:
         return match[0]
     return f"{match['before']}{quote}{MASK}{quote}"
@@ -105,6 +139,10 @@ def _is_secret_in_text(key: str, before: str, value: str) -> bool:
         return False
     if not _PATTERNS["ordinary_words"].fullmatch(key) or before == f"{key}=":
         return True
+    return _has_form_of_secret(value)
+
+
+def _has_form_of_secret(value: str) -> bool:
     return bool(re.fullmatch(r"(?=.*\d)(?=.*[A-Za-z])[\w+=-]{8,}", value))
 
 

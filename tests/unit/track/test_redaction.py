@@ -230,6 +230,58 @@ def test_what_is_no_secret_stays() -> None:
     assert redact_tree({"token": None, "use_auth": True}) == {"token": None, "use_auth": True}
 
 
+@pytest.mark.parametrize(
+    "text",
+    [
+        "mysql --password pl41n --host h",
+        "login with --api-key pl41n",
+        "<password>pl41n</password>",
+        "<add><ns:apiKey kind='a'>pl41n x</ns:apiKey></add>",
+        "password: |\n  pl41n\n  pl41n\nuser: me",
+        "a:\n  token: >-\n    pl41n\n  b: 1",
+        'env: ["X-Api-Key", "pl41n"]',
+        "headers.append(('Authorization', 'pl41n'))",
+        "https://h/back#access_token=pl41n&state=1",
+        "sshpass -p pl41n ssh h",
+        "sshpass -ppl41n ssh h",
+        "//registry.npmjs.org/:_authToken=pl41n",
+        "https://acme.webhook.office.com/webhookb2/1-2@3/IncomingWebhook/pl41n/4",
+        "bearer: pl41n",
+        "webhook_url: https://h/pl41n",
+        "pass phrase: pl41n",
+        "the pass phrase is 'pl41n'",
+    ],
+)
+def test_further_places_of_secrets_within_texts(text: str) -> None:
+    assert "pl41n" not in redact(text)
+    assert "pl41n" not in str(redact_tree({"note": [text]}))
+    assert MASK in redact(text)
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "add --token or set HF_TOKEN",
+        "--max-tokens 512 --stop-token x",
+        "set --key-column question",
+        '["token", "turn", "sequence"]',
+        '("key", "value")',
+        '["prompt", "answer"]',
+        "<think>the answer is 4</think>",
+        "<key>x</other>",
+        "template: |\n  {{ messages }}\n",
+        "see https://h/page#step=4",
+    ],
+)
+def test_what_only_looks_like_these_places_stays(text: str) -> None:
+    assert redact(text) == text
+
+
+def test_the_lines_after_a_masked_block_stay() -> None:
+    text = "a:\n  password: |\n    one\n\n    two\n  user: me\nb: 2\n"
+    assert redact(text) == f"a:\n  password: |\n    {MASK}\n  user: me\nb: 2\n"
+
+
 def test_a_pair_of_name_and_value() -> None:
     """As Kubernetes writes the environment of a container."""
     others = [{"name": "MODE", "value": "fast"}, {"name": 3, "value": 4}]

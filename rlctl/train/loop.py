@@ -118,7 +118,7 @@ def train(run: Run) -> None:
             spec, metrics, outcome.missed, names_of(batch, outcome), graded.rewards.timeouts
         ):
             warnings.doubling(kind, f"step {step}: {text}")
-        if is_validation_due(run, step):
+        if is_validation_due(spec, step, run.total_steps):
             with timer("testing"):
                 metrics |= validate(run, step)
         metrics |= (

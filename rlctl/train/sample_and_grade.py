@@ -85,7 +85,7 @@ def greedy_baseline(run: Run, step: int, episodes: Episodes, timer: StepTimer) -
     releases its memory in either case.
     """
     spec = run.spec
-    weights_follow = is_sync_due(run, step)
+    weights_follow = is_sync_due(run.spec, step, run.total_steps)
     if "baseline_scores" not in run.estimator.needs:
         run.rollout.release(weights_follow=weights_follow)
         return None

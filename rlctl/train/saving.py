@@ -100,7 +100,8 @@ class Saver:
         mine = [bool(ends) or run.stop.signal_number > 0, run.ranks.is_main and waited, improves]
         stop, late, better = (value > 0 for value in run.ranks.sum([float(value) for value in mine]))
         stop = stop or bool(run.stopped_because)
-        saves = is_due(step, trainer.save_freq) or better or (late and is_sync_due(run, step))
+        late = late and is_sync_due(run.spec, step, run.total_steps)
+        saves = is_due(step, trainer.save_freq) or better or late
         return stop, saves or stop or step == run.total_steps
 
     def save(self, step: int) -> None:

@@ -9,7 +9,7 @@ import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from rlctl.algos.rules import CorrectionRules, LossRule, RejectRule, WeightRule
 from rlctl.registry import ADVANTAGE_ESTIMATORS, POLICY_LOSSES
@@ -19,9 +19,6 @@ from rlctl.run_spec.resolve import correction_rules, loss_rule
 from rlctl.run_spec.run_spec import RunSpec
 from rlctl.train.capability import capabilities_of
 from rlctl.train.terms import Term
-
-if TYPE_CHECKING:
-    from rlctl.train.run import Run
 
 
 @dataclass(frozen=True, slots=True)
@@ -164,17 +161,17 @@ def tighter_criterion(rule: RejectRule) -> RejectRule:
 # --- what is due after a step -----------------------------------------------------------------------
 
 
-def is_validation_due(run: Run, step: int) -> bool:
+def is_validation_due(spec: RunSpec, step: int, total_steps: int) -> bool:
     """Whether the policy is validated after `step`: at the end too."""
-    frequency = run.spec.trainer.test_freq
-    return is_due(step, frequency) or (frequency > 0 and step == run.total_steps)
+    frequency = spec.trainer.test_freq
+    return is_due(step, frequency) or (frequency > 0 and step == total_steps)
 
 
-def is_sync_due(run: Run, step: int) -> bool:
+def is_sync_due(spec: RunSpec, step: int, total_steps: int) -> bool:
     """Whether the rollout engine gets new weights after `step`: also before a validation of this policy."""
     # Also with every save, because a resumed run samples with the saved weights.
-    every = run.spec.rollout.sync_every, run.spec.trainer.save_freq
-    return any(is_due(step, frequency) for frequency in every) or is_validation_due(run, step)
+    every = spec.rollout.sync_every, spec.trainer.save_freq
+    return any(is_due(step, frequency) for frequency in every) or is_validation_due(spec, step, total_steps)
 
 
 def is_due(step: int, frequency: int) -> bool:

@@ -135,7 +135,7 @@ def build(
         notes += placeholder_notes({key: each.rows for key, each in prompts.items() if each})
     for note in [*notes, *run.notes, *run.rollout.report().notes]:
         run.tracker.note(note)
-    if resume and not is_sync_due(run, run.start_step):
+    if resume and not is_sync_due(run.spec, run.start_step, run.total_steps):
         note = "the run stopped between two weight syncs: the next responses are sampled with newer weights"
         run.tracker.note(f"warning: {note} than without the interruption")
     _make_ready(run, stack)

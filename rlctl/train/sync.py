@@ -46,7 +46,7 @@ _NEAR = 0.25
 
 def sync_weights(run: Run, step: int, timer: StepTimer) -> dict[str, float]:
     """Sends the policy's weights to the rollout engine if due; returns the metrics of `confirm_sync`."""
-    if not is_sync_due(run, step):
+    if not is_sync_due(run.spec, step, run.total_steps):
         return {}
     with timer("sync_weights"):
         run.rollout.sync_weights(run.actor, policy_version=run.policy_version)

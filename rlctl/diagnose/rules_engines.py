@@ -322,12 +322,25 @@ def _by_log(run: RunLog) -> Detection | None:
     return Detection("warning", message, (seen,), sure=("medium", doubt))
 
 
+def _cut_by_the_spec(run: RunLog) -> str:
+    if run.spec is None:
+        return ""
+    rollout = run.spec.rollout
+    is_cut = rollout.top_p < 1.0 or rollout.top_k > 0 or rollout.min_p > 0.0
+    return "the vocabulary is cut as the spec says" if is_cut else ""
+
+
 @Rule(
     "cut-vocabulary", needs=(CUT.key,), uses=(_UNIT_MEAN,),
     fixes=(
-        fix.by_hand("sample without top-p, top-k and min-p, also those of the model's generation config"),
+        fix.by_hand(
+            "let the engine sample from the whole vocabulary (top_p 1, no top_k, no min_p, no generation "
+            "config), or tell the trainer: `rollout.top_p`, `rollout.exact_sampling=true`"
+        ),
+        fix.by_hand("check that log-probs are not clamped from below"),
         fix.by_hand("find the tokens: `rlctl diagnose RUN --sampler-test`"),
     ),
+    not_applicable=_cut_by_the_spec,
 )  # fmt: skip
 def cut_vocabulary(run: RunLog) -> Detection | None:
     """The sampler draws from the whole vocabulary that its log-probs are of."""

@@ -20,7 +20,6 @@ from tests.simulated_logs.writers import FORMATS, NEMO_RL, TRL, VERL, write_log
 EXACT = {"exception", "zero-advantages", "missing-log-probs", "entropy-rise", "flat-reward", "large-updates"}
 EXACT |= {
     "sampler-log-probs",
-    "vocabulary-cut",
     "who-sampled",
     "random-tokens",
     "no-format",

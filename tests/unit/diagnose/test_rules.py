@@ -253,7 +253,6 @@ TRIGGERS = {
         ("critical", corr(log_wealth=later(0.1, 20.0), log_wealth_guaranteed=1.0), []),
         ("warning", corr(log_wealth=later(0.1, 20.0), log_wealth_guaranteed=0.0), []),
     ],
-    "vocabulary-cut": [("warning", corr(unit_mean_z=-3.0, unit_mean=0.95), [])],
     "random-tokens": [("critical", always(actor__entropy=5.0, critic__score__mean=0.01), [])],
     "no-format": [("critical", always(reward__format__mean=0.0, critic__score__mean=-0.1), [])],
     "critic": [("warning", both(flat, always(critic__vf_explained_var=-0.4)), [GAE])],

@@ -36,7 +36,7 @@ def test_who_sampled_is_the_first_event_and_explains_the_gap_and_the_reward():
 def test_dumps_as_recorded_accuse_nobody():
     dumps = DumpEvidence(who_sampled="as recorded", sampler="nothing speaks against it", z=0.3)
     diagnosis = with_dumps(dumps)
-    assert not {"who-sampled", "sampler-log-probs", "vocabulary-cut"} & found(diagnosis).keys()
+    assert not {"who-sampled", "sampler-log-probs", "cut-vocabulary"} & found(diagnosis).keys()
 
 
 @pytest.mark.parametrize(("why", "severity"), [("", "critical"), ("in flight", "warning")])
@@ -122,20 +122,10 @@ def test_without_lengths_means_of_responses_and_of_tokens_are_not_compared():
     assert skipped(diagnosis)[SAMPLED].missing == ("response_length/min",)
 
 
-def z_rows(z, mean, count=40):
-    return {f"{CORR}unit_mean_z": noisy([z] * count), f"{CORR}unit_mean": [mean] * count}
-
-
-def test_a_vocabulary_that_is_cut_unsaid_is_seen_and_nothing_else_is():
-    assert found(diagnosis_of(**z_rows(-4.0, 0.93)))["vocabulary-cut"].severity == "warning"
-    assert "vocabulary-cut" not in found(diagnosis_of(**z_rows(-4.0, 0.999)))  # harmless kernels
-    assert "vocabulary-cut" not in found(diagnosis_of(**z_rows(0.2, 0.98)))
-
-
 def test_a_vocabulary_that_the_spec_cuts_is_no_finding():
-    rows = [row | {f"{CORR}unit_mean_z": -9.0, f"{CORR}unit_mean": 0.9} for row in healthy_rows()]
-    assert "vocabulary-cut" in found(examine(run_log(rows)))
-    assert "vocabulary-cut" not in found(examine(run_log(rows, "rollout.top_p=0.9")))
+    rows = [row | {f"{CORR}unit_mean_cut": 1.0, f"{CORR}unit_mean": 0.9} for row in healthy_rows()]
+    assert found(examine(run_log(rows)))["cut-vocabulary"].severity == "warning"
+    assert "cut-vocabulary" not in found(examine(run_log(rows, "rollout.top_p=0.9")))
 
 
 @pytest.mark.parametrize("is_severed", [True, False])

@@ -8,7 +8,6 @@ from typing import TYPE_CHECKING
 
 from rich.text import Text
 
-from rlctl.algos.usable_length import UsableLength, usable_length
 from rlctl.cli.output import print_indented, print_problems
 from rlctl.errors import UsageError, visible
 from rlctl.extras import TRAINING, first_missing
@@ -164,6 +163,8 @@ def so_far(spec: RunSpec, resumed: Path | None) -> Section:
     known = [pair for pair in pairs if all(isinstance(x, int | float) for x in pair)][-_LAST_STEPS:]
     if not known:
         return title, []
+    from rlctl.algos.usable_length import UsableLength, usable_length
+
     chi2, length = (statistics.median(column) for column in zip(*known, strict=True))
     measured = UsableLength(usable_length(chi2), (), round(length))
     return title, [Text(measured.text, "yellow" if measured.is_exceeded else "")]

@@ -12,6 +12,7 @@ import hashlib
 import hmac
 import json
 import os
+import re
 import secrets
 import stat
 from collections.abc import Collection, Iterable, Iterator, Mapping
@@ -49,6 +50,12 @@ _SENT_KEYS, _KEY_VARIABLE = (SERVER_KEY, "OPENAI_API_KEY"), "reward.judge.key_va
 _SIGNED_KEYS = ("rollout.engine_kwargs", "rollout.engine_params", "rollout.server.urls")
 #: Mappings that are passed on to libraries, which may import what a text in them names, or open ports.
 _PASSED_ON = ("rollout.engine_kwargs.", "engine.deepspeed.")
+#: Numbers and switches among them that only change memory or speed: they name nothing, and open nothing.
+_HARMLESS = re.compile(
+    r"rollout\.engine_kwargs\.(async_scheduling|block_size|cpu_offload_gb|disable_custom_all_reduce"
+    r"|enable_chunked_prefill|enable_prefix_caching|enforce_eager|gpu_memory_utilization|max_model_len"
+    r"|max_num_batched_tokens|max_num_seqs|seed|swap_space)|engine\.deepspeed\.zero_optimization\.[a-z0-9_]+"
+)
 #: Environments that import a package which their parameters name, and the keys that name environments.
 _IMPORTING, _ENVIRONMENTS = frozenset({"verifiers"}), frozenset({"environment.name", "environment.others"})
 
@@ -66,7 +73,7 @@ def code_in(values: Values) -> dict[str, str]:
     sent = [name for name in variables if os.environ.get(name)]
     for key, value in values.items():
         found = [_runs(key, text, sent) for text in texts_in(value)]
-        if key.startswith(_PASSED_ON):
+        if key.startswith(_PASSED_ON) and not _is_harmless(key, value):
             found = [f"passes {value} to a library"]
         if key.rpartition(".")[2] == "trust_remote_code" and value is True:
             models = ", ".join(str(values[name]) for name in _models_of(key, values))
@@ -74,6 +81,10 @@ def code_in(values: Values) -> dict[str, str]:
         if found := list(filter(None, found)):
             runs_code[key] = "; ".join(found)
     return runs_code
+
+
+def _is_harmless(key: str, value: Any) -> bool:
+    return isinstance(value, bool | int | float) and _HARMLESS.fullmatch(key) is not None
 
 
 def _runs(key: str, text: str, sent: Collection[str]) -> str:

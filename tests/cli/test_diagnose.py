@@ -46,7 +46,7 @@ def test_what_could_not_be_checked_is_told_with_the_key(tmp_path, capsys):
     assert run(["diagnose", str(run_dir / "metrics.jsonl")]) == 0
     out = capsys.readouterr().out
     assert re.search(
-        r"\d+ rules SKIPPED: the log lacks their metrics. 7 of them would run with: spec.yaml", out
+        r"\d+ rules SKIPPED: the log lacks their metrics. 8 of them would run with: spec.yaml", out
     )
     assert run(["diagnose", str(run_dir / "metrics.jsonl"), "--format", "json"]) == 0
     [document] = json.loads(capsys.readouterr().out)["runs"]

@@ -81,6 +81,7 @@ OTHERWISE: dict[str, dict[str, object]] = {
     "shortens an option of vLLM": {"rollout.engine_kwargs": {"trust-remote": True}},
     "has an option of vLLM that is a number": {"rollout.engine_kwargs": {"speculative_config": {"trust": 1}}},
     "lets vLLM open a port": {"rollout.engine_kwargs": {"data_parallel_size": 2}},
+    "has a text where vLLM expects a number": {"rollout.engine_kwargs": {"block_size": "evil.module"}},
     "has an option of DeepSpeed that is no text": {"engine.deepspeed": {"nebula": {"enabled": True}}},
 }
 

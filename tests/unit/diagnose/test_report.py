@@ -92,7 +92,7 @@ def test_charts_fit_the_terminal(hostile, width):
     ],
 )
 def test_the_setting_that_would_enable_rules_exists_in_the_framework(framework, facts, setting):
-    logged = ("actor/grad_norm", "critic/score/mean", "actor/entropy")
+    logged = ("actor/grad_norm", "critic/score/mean", "actor/entropy", "response_length/mean")
     table = Table(np.arange(1, 3), {key: np.ones(2) for key in logged})
     text = printed(examine(RunLog(Path("a.log"), table, framework=framework, facts=facts)), width=400)
     line = next(line for line in text.splitlines() if "would run with" in line)

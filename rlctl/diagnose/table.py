@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -150,9 +149,6 @@ class DumpEvidence:
     accuses_sampler: bool = False
     alarm_step: int | None = None
     no_guarantee: str = ""
-    #: Σ(ρ − 1)/√Σ(ρ − 1)², and the mean of ρ; NaN where they are not known
-    z: float = math.nan
-    mean_ratio: float = math.nan
     num_tokens: int = 0
     #: of the comparison with the kept weights: its conclusion, empty where it was not possible; the fault
     #: (`never delivered`, `late`, `base`, `unknown`) or empty; what to do

@@ -57,8 +57,6 @@ def _sampler_test(evidence: DumpEvidence, directory: Path, trust: bool) -> DumpE
         accuses_sampler=report.alarm_step is not None,  # a cut vocabulary is the rule of its own metric
         alarm_step=report.alarm_step,
         no_guarantee=report.no_guarantee,
-        z=float("nan") if report.z is None else report.z,
-        mean_ratio=report.mean,
         num_tokens=report.num_tokens,
     )
 

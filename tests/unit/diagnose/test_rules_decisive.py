@@ -34,7 +34,7 @@ def test_who_sampled_is_the_first_event_and_explains_the_gap_and_the_reward():
 
 
 def test_dumps_as_recorded_accuse_nobody():
-    dumps = DumpEvidence(who_sampled="as recorded", sampler="nothing speaks against it", z=0.3)
+    dumps = DumpEvidence(who_sampled="as recorded", sampler="nothing speaks against it")
     diagnosis = with_dumps(dumps)
     assert not {"who-sampled", "sampler-log-probs", "cut-vocabulary"} & found(diagnosis).keys()
 

@@ -17,12 +17,13 @@ import statistics
 import sys
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
-from benchmarks.runs import fork_server
+from benchmarks.runs import fork_server, train_one_rank
 from rlctl.diagnose.readers.detect import read_run
 from rlctl.diagnose.rule import Diagnosis, examine, metrics_read
 from rlctl.diagnose.spec_patch import propose_patch
@@ -135,20 +136,8 @@ def trained(spec: RunSpec, directory: Path, context: Any) -> Path:
 
 
 def _train(text: str, run_dir: Path) -> None:
-    """In the child: trains like `rlctl train` on one rank."""
-    import torch
-
-    from rlctl.train.start import run_rank
-
-    os.nice(5)
-    torch.set_num_threads(1)
-    log = os.open(run_dir / "log", os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
-    for descriptor in (1, 2):
-        os.dup2(log, descriptor)
-    try:
-        run_rank(text, str(run_dir), False)
-    except RlctlError as error:  # a run that the trainer stopped is also a result
-        (run_dir / "error").write_text(str(error))
+    """In the child: trains at a lower priority than other work."""
+    train_one_rank(text, run_dir, run_dir / "log", partial(os.nice, 5))
 
 
 def rewards(run_dir: Path) -> list[float]:

@@ -15,7 +15,7 @@ import statistics
 import sys
 import tempfile
 import time
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
@@ -176,22 +176,36 @@ def _run(context: Any, job: Job, more: tuple[str, ...]) -> Outcome:
 
 
 def _train(job: Job, run_dir: Path) -> None:
-    """In the child: trains like `rlctl train` on one rank, without output."""
-    import torch
-
-    from rlctl.errors import RlctlError
+    """In the child: trains a job, without output."""
     from rlctl.run_spec.load import dump_spec, load_spec
-    from rlctl.train.start import run_rank
 
-    torch.set_num_threads(1)
-    quiet = os.open(os.devnull, os.O_WRONLY)
-    for descriptor in (1, 2):
-        os.dup2(quiet, descriptor)
     own = (f"trainer.seed={job.seed}", "trainer.rollouts_per_step=0", "trainer.max_ckpt_to_keep=1")
     spec = load_spec(list(job.presets), [], [*job.overrides, *own]).spec
     run_dir.mkdir(parents=True)
+    train_one_rank(dump_spec(spec), run_dir, Path(os.devnull))
+
+
+def train_one_rank(spec: str, run_dir: Path, log: Path, prepare: Callable[[], object] | None = None) -> None:
+    """In a child: trains like `rlctl train` on one rank; an error that ends the run is in its file `error`.
+
+    Args:
+        spec: YAML.
+        log: gets what the process prints.
+        prepare: called before the training, e.g. to plant a fault.
+    """
+    import torch
+
+    from rlctl.errors import RlctlError
+    from rlctl.train.start import run_rank
+
+    torch.set_num_threads(1)
+    written = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
+    for descriptor in (1, 2):
+        os.dup2(written, descriptor)
+    if prepare:
+        prepare()
     try:
-        run_rank(dump_spec(spec), str(run_dir), False)
+        run_rank(spec, str(run_dir), False)
     except RlctlError as error:  # a run that the trainer stopped is also a result
         (run_dir / "error").write_text(str(error))
 

@@ -22,7 +22,6 @@ from __future__ import annotations
 import argparse
 import hashlib
 import json
-import os
 import re
 import statistics
 import sys
@@ -36,7 +35,7 @@ sys.path.insert(0, str(Path(__file__).parents[1]))
 
 from benchmarks.intervals import mean_interval
 from benchmarks.learning import seeds_of
-from benchmarks.runs import fork_server
+from benchmarks.runs import fork_server, train_one_rank
 from benchmarks.studies.planted import DECOUPLED, RC
 from benchmarks.studies.sick_faults import GRADERS, PATCHES
 from rlctl.diagnose.finding import Finding
@@ -219,21 +218,8 @@ class Trainer:
 
 
 def _train(text: str, patch: str, run_dir: Path) -> None:
-    """In the child: trains like `rlctl train` on one rank."""
-    import torch
-
-    from rlctl.train.start import run_rank
-
-    torch.set_num_threads(1)
-    log = os.open(run_dir / "log", os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
-    for descriptor in (1, 2):
-        os.dup2(log, descriptor)
-    if patch:
-        PATCHES[patch]()
-    try:
-        run_rank(text, str(run_dir), False)
-    except RlctlError as error:  # a run that the trainer stopped is also a result
-        (run_dir / "error").write_text(str(error))
+    """In the child: trains with a patch, if any."""
+    train_one_rank(text, run_dir, run_dir / "log", PATCHES[patch] if patch else None)
 
 
 def validations(run_dir: Path) -> list[float]:

@@ -68,6 +68,7 @@ def run_of(spec: RunSpec, rank: int = 0, world_size: int = 1, reward: object = N
     engine, ranks = Engine(), Ranks(rank, world_size, torch.device("cpu"))
     run = SimpleNamespace(
         spec=spec,
+        total_steps=100,
         sampling=sampling_of(spec),
         estimator=EstimatorSettings.of(spec.algorithm),
         ranks=ranks,

@@ -38,12 +38,14 @@ class CapabilitySection:
             ends in a dot stands for all keys below it.
         unread: keys, separated by spaces → whether they are read, and why not, if the capability is on.
         corrects: whether it corrects for the gap between π_rollout and π_θ.
+        scoring_phases: names of `timing_s/*` under which its models score the batch.
     """
 
     model_keys: tuple[str, ...] = ()
     switches: Mapping[str, tuple[str, object]] = {}
     unread: Mapping[str, tuple[Callable[[RunSpec], bool], str]] = {}
     corrects: bool = False
+    scoring_phases: tuple[str, ...] = ()
 
     def is_on(self, spec: RunSpec) -> bool:
         """Whether the spec uses it."""

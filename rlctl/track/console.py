@@ -8,6 +8,7 @@ import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cache
 from itertools import pairwise
 from typing import Self, TextIO
 
@@ -19,6 +20,7 @@ from rich.progress_bar import ProgressBar
 from rich.table import Table
 from rich.text import Text
 
+from rlctl.capabilities.sections import sections
 from rlctl.errors import visible
 from rlctl.metric_names import validation_rewards
 from rlctl.terminal import Console
@@ -42,14 +44,13 @@ TOKENS, SECONDS = "perf/total_num_tokens", "perf/time_per_step"
 
 _BARS = "▁▂▃▄▅▆▇█"
 
-#: Phase of `timing_s/<phase>` → name of the activity in the panel.
-PHASES = {
+#: Phase of `timing_s/<phase>` of every run → name of the activity in the panel.
+_PHASES = {
     "gen": "sampling",
     "gen_max": "sampling",
     "reward": "grading",
     "old_log_prob": "scoring",
     "ref": "scoring",
-    "teacher": "scoring",
     "values": "scoring",
     "adv": "scoring",
     "update_critic": "updating",
@@ -63,6 +64,15 @@ PHASES = {
 _LOW_ESS = (0.1, 0.5)
 _HIGH_MASKED = (0.5, 0.2)
 _STOPPING = "stopping after this step; press Ctrl-C again to stop now"
+
+
+@cache
+def activities() -> dict[str, str]:
+    """Phase of `timing_s/<phase>` → name of the activity in the panel, for runs with any capability."""
+    phases = dict(_PHASES)
+    for section in sections().values():
+        phases |= dict.fromkeys(section.scoring_phases, "scoring")
+    return phases
 
 
 @dataclass(frozen=True, slots=True)
@@ -145,8 +155,8 @@ class ConsoleSink:
         return self._live is not None
 
     def begin_phase(self, phase: str) -> None:
-        """Shows the current phase; phases without a name in `PHASES` are ignored."""
-        self._phase = PHASES.get(phase, self._phase)
+        """Shows the current phase; phases that `activities` does not name are ignored."""
+        self._phase = activities().get(phase, self._phase)
 
     def show_phase(self, text: str) -> None:
         """Shows the phase of a run in another process, in words; plain lines only before its first step."""
@@ -221,7 +231,7 @@ class ConsoleSink:
     def _phase_line(self, metrics: Mapping[str, float]) -> Text | None:
         """The current phase, the last step's share of time per phase, and the last validation."""
         seconds: dict[str, float] = {}
-        for phase, name in PHASES.items():
+        for phase, name in activities().items():
             seconds[name] = seconds.get(name, 0.0) + metrics.get(f"timing_s/{phase}", 0.0)
         total = sum(seconds.values())
         shares = [

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import importlib
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from rlctl.capabilities.sections import sections_on
 
 if TYPE_CHECKING:
+    from pathlib import Path
+
     from torch import Tensor
 
     from rlctl.algos.rules import CorrectionRules
@@ -28,19 +30,42 @@ class StepRecord:
     """What a step has computed up to its updates.
 
     Attributes:
+        step: its number, from 1.
         ranks, data_ranks: all ranks; those over which sums count each token once.
         graded: the episodes that this rank sampled, and their grades.
         batch: the episodes that this rank trained on, with all columns.
         before_updates: (M,) log π of its tokens before any update on the batch, nats; NaN: not computed.
+        policy_version: optimizer updates of the policy before those of the step.
+        withheld: no update was made of the batch, and the policy was not held on purpose.
         metrics: of the sampled episodes, over all ranks.
     """
 
+    step: int
     ranks: Ranks
     data_ranks: Ranks
     graded: Graded
     batch: TokenBatch
     before_updates: Tensor
+    policy_version: int
+    withheld: bool
     metrics: Mapping[str, float]
+
+
+@dataclass(frozen=True, slots=True)
+class Probe:
+    """A few tokens that the rollout engine sampled with the weights of the policy.
+
+    Attributes:
+        replica: name of the replica of the engine; empty: it has no replicas.
+        batch: the tokens that this rank scores.
+        log_probs: runs the policy over a batch: its log-probs, nats.
+        ranks: all ranks.
+    """
+
+    replica: str
+    batch: TokenBatch
+    log_probs: Callable[[TokenBatch], Tensor]
+    ranks: Ranks
 
 
 class Capability:
@@ -65,6 +90,23 @@ class Capability:
 
     def load(self, loader: ModelLoader) -> None:
         """Loads the models that it needs (all ranks call this)."""
+
+    def open_records(self, run_dir: Path, last_step: int) -> None:
+        """Opens files of its own beside the log of the run (only the main rank calls this).
+
+        Args:
+            last_step: what is recorded of later steps is removed: a resumed run repeats them.
+
+        Raises:
+            RunFailure: a file cannot be read or written.
+        """
+
+    def check_probe(self, probe: Probe) -> None:
+        """Checks what the rollout engine records of its tokens, at the start (all ranks call this).
+
+        Raises:
+            RunFailure: it is wrong.
+        """
 
     def scored(self, scorer: BatchScorer, batch: TokenBatch, unrouted: TokenBatch) -> TokenBatch:
         """The batch with columns of its models, before the updates (all ranks call this).

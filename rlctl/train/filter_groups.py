@@ -106,14 +106,17 @@ def _unused(
     run: Run, sampled: Episodes, grades: RewardResult, used: Collection[int], with_spread: Collection[int]
 ) -> list[DroppedEpisode]:
     """The episodes of groups that are not among the used ones, for the ledger of dropped episodes."""
-    ages, found = sampled.ages(run.policy_version).tolist(), []
-    for place, task in enumerate(sampled.tasks):
-        if task.group_id not in used:
-            is_spare = task.group_id in with_spread
-            reason = "the batch was full" if is_spare else "the rewards of its group do not differ"
-            one = as_dropped(sampled, grades, place, int(ages[place]), reason)
-            found.append(replace(one, group_id=-1))
-    return found
+    ages = sampled.ages(run.policy_version).tolist()
+    unused: list[DroppedEpisode] = []
+    for index, task in enumerate(sampled.tasks):
+        if task.group_id in used:
+            continue
+        reason = "the rewards of its group do not differ"
+        if task.group_id in with_spread:
+            reason = "the batch was full"
+        dropped = as_dropped(sampled, grades, index, int(ages[index]), reason)
+        unused.append(replace(dropped, group_id=-1))
+    return unused
 
 
 def _sample(

@@ -20,7 +20,6 @@ from typing import TYPE_CHECKING
 import torch
 
 from rlctl.train.capability import StepRecord
-from rlctl.train.dropped import account_for_dropped
 from rlctl.train.guardrails import Guardrails
 from rlctl.train.sample_and_grade import sample_and_grade
 from rlctl.train.saving import Saver, save_rollouts
@@ -46,12 +45,8 @@ from rlctl.train.update_critic import update_critic
 from rlctl.train.validate import validate
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
-
     from rlctl.batch import TokenBatch
     from rlctl.engine.ranks import Ranks
-    from rlctl.reward.protocol import Graded
-    from rlctl.train.mini_batch import SeenTokens
     from rlctl.train.run import Run
     from rlctl.train.update import Updated
 
@@ -101,12 +96,19 @@ def train(run: Run) -> None:
             metrics |= sync_weights(run, step, timer)
             seen = outcome.seen
             metrics |= metrics_of_tokens(run, batch, seen.training_log_probs, metrics.get(ENGINE))
-            metrics |= metrics_of_capabilities(run, graded, batch, seen, metrics) | account_for_dropped(
+            metrics |= metrics_of_capabilities(
                 run,
-                step,
-                graded,
-                run.policy_version - outcome.num_updates,
-                withheld=not hold and not outcome.num_updates,
+                StepRecord(
+                    step=step,
+                    ranks=run.ranks,
+                    data_ranks=ranks,
+                    graded=graded,
+                    batch=batch,
+                    before_updates=seen.before_updates,
+                    policy_version=run.policy_version - outcome.num_updates,
+                    withheld=not hold and not outcome.num_updates,
+                    metrics=metrics,
+                ),
             )
 
         save_rollouts(run, step, graded, batch, seen)
@@ -138,11 +140,8 @@ def train(run: Run) -> None:
             break
 
 
-def metrics_of_capabilities(
-    run: Run, graded: Graded, batch: TokenBatch, seen: SeenTokens, metrics: Mapping[str, float]
-) -> dict[str, float]:
-    """Metrics of all capabilities after the updates of a step; `metrics`: those so far."""
-    record = StepRecord(run.ranks, run.data_ranks, graded, batch, seen.before_updates, metrics)
+def metrics_of_capabilities(run: Run, record: StepRecord) -> dict[str, float]:
+    """Metrics of all capabilities after the updates of a step."""
     own: dict[str, float] = {}
     for capability in run.capabilities:
         own |= capability.updated(record)

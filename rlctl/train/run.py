@@ -19,7 +19,6 @@ if TYPE_CHECKING:
     from rlctl.reward.build import Reward
     from rlctl.rollout.protocol import Sampling
     from rlctl.run_spec.run_spec import RunSpec
-    from rlctl.track.dropped import DroppedLedger
     from rlctl.track.rollouts import RolloutWriter
     from rlctl.track.tracker import Tracker
     from rlctl.train.settings import EstimatorSettings
@@ -46,7 +45,6 @@ class Run(Models):
     reward: Reward = field(init=False)
     tracker: Tracker = field(init=False)
     rollout_writer: RolloutWriter | None = None  # rank 0 only
-    dropped: DroppedLedger | None = None  # rank 0 only
     start_step: int = 0
     draws: PromptDraws | None = None  # with `algorithm.filter_groups`
     policy_version: int = 0  # optimizer updates so far, withheld ones excluded

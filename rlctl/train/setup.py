@@ -25,7 +25,6 @@ from rlctl.rollout.closed_ports import close_group_ports
 from rlctl.rollout.protocol import sampling_of
 from rlctl.run_spec.run_spec import RunSpec
 from rlctl.track.console import Startup
-from rlctl.track.dropped import DroppedLedger
 from rlctl.track.open_run import RunRecord
 from rlctl.track.rollouts import RolloutWriter
 from rlctl.track.run_dir import note_in_environment
@@ -109,7 +108,8 @@ def build(
         notes += writer.discard_after(run.start_step) if resume else []
         run.rollout_writer = writer
     if ranks.is_main:
-        run.dropped = DroppedLedger(run_dir, keep_until=run.start_step)
+        for capability in run.capabilities:
+            capability.open_records(run_dir, run.start_step)
     startup.phase("starting the graders")
     run.reward = build_reward(
         spec.reward,

@@ -28,7 +28,7 @@ from rlctl.engine.launch import end_rank
 from rlctl.errors import RlctlError, RunFailure, visible
 from rlctl.files import open_to_append
 from rlctl.processes import handling_stops, progress
-from rlctl.track.console import PHASES
+from rlctl.track.console import activities
 from rlctl.track.heartbeats import Summary
 from rlctl.train.peers import Peers
 
@@ -137,7 +137,8 @@ class Watchdog:
     def begin_phase(self, phase: str) -> None:
         """Records that a phase begins: free text, or a name of `timing_s/*`."""
         self._phases += 1
-        self._place = f"step {self._step + 1}, {PHASES[phase]}" if phase in PHASES else phase
+        activity = activities().get(phase)
+        self._place = f"step {self._step + 1}, {activity}" if activity else phase
         self._trains = phase in _TRAINING
         self._moved = time.monotonic()
 

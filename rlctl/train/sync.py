@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -14,7 +15,7 @@ from rlctl.environment.single_turn import sample_episodes
 from rlctl.errors import RunFailure
 from rlctl.rollout.completions import MERGE_LORA
 from rlctl.rollout.seeds import step_seed
-from rlctl.routing import RouteRanks, foreign_routes
+from rlctl.train.capability import Probe
 from rlctl.train.deal import deal
 from rlctl.train.settings import is_sync_due
 from rlctl.train.step_metrics import ENGINE, StepTimer
@@ -114,7 +115,10 @@ def prove_sync(run: Run, step: int) -> str:
     """
     probes = _probes(run, step, num_most_likely=_num_listed(run))
     usual = _worst(_checked(run, probes, step))
-    _check_routes(run, probes)
+    for name, batch in probes:
+        probe = Probe(name, batch, partial(_policy, run), run.ranks)
+        for capability in run.capabilities:
+            capability.check_probe(probe)
     apart = _total_variation(run, [batch for _, batch in probes])
     bit, change = _visible_change(run, probes, usual)
     if bit is None:
@@ -166,29 +170,6 @@ def _total_variation(run: Run, batches: list[TokenBatch]) -> str:
         return ""
     ends = f"{lower / count:.2g} and {upper / count:.2g}"
     return f"; the total variation of their next-token distributions is between {ends} on average"
-
-
-def _check_routes(run: Run, probes: list[tuple[str, TokenBatch]]) -> None:
-    """Checks that the experts which an engine records are those that the trainer's routers choose.
-
-    Raises:
-        RunFailure: they are not, in some layer (it names the replica).
-    """
-    for name, batch in probes if run.spec.actor.routing_replay else ():
-        with RouteRanks() as ranks:
-            _policy(run, batch)
-        own = ranks.sums
-        known = [sums.shape for sums in run.ranks.exchange([own]) if sums is not None]
-        shape = known[0] if known else torch.Size((0, 0, 2))
-        sums = torch.zeros(shape, dtype=torch.float64) if own is None else own
-        total = torch.tensor(run.ranks.sum(sums.flatten().tolist()), dtype=torch.float64).view(shape)
-        if fault := foreign_routes(total):
-            who = f" of {name}" if name else ""
-            raise RunFailure(
-                f"routing replay{who}: {fault}",
-                where="actor.routing_replay",
-                fix="set it to false, or use an engine that records the experts of this model's layers",
-            )
 
 
 def _visible_change(run: Run, probes: list[tuple[str, TokenBatch]], usual: float) -> tuple[int | None, float]:

@@ -12,9 +12,9 @@ from typing import TYPE_CHECKING, Any, ClassVar
 import torch
 from torch import Tensor
 
-from rlctl.errors import known
+from rlctl.errors import RunFailure, known
 from rlctl.prefix import body_of
-from rlctl.routing import REPLAY, Mixture, balance_loss
+from rlctl.routing import REPLAY, Mixture, RouteRanks, balance_loss, foreign_routes
 from rlctl.train.capability import Capability
 from rlctl.train.terms import KeptTokens, Term
 
@@ -24,6 +24,7 @@ if TYPE_CHECKING:
     from rlctl.batch import TokenBatch
     from rlctl.engine.ranks import Ranks
     from rlctl.run_spec.run_spec import RunSpec
+    from rlctl.train.capability import Probe
 
 _LIVE = "actor/live_routed_tokens"
 
@@ -70,6 +71,25 @@ class ExpertRouting(Capability):
         if self._actor.routing_replay:
             Mixture.of(body_of(model), REPLAY)
 
+    def check_probe(self, probe: Probe) -> None:
+        """The experts that an engine records must be those that the trainer's routers choose.
+
+        Raises:
+            RunFailure: they are not, in some layer (it names the replica).
+        """
+        if not self._actor.routing_replay:
+            return
+        with RouteRanks() as routes:
+            probe.log_probs(probe.batch)
+        fault = foreign_routes(_of_all_ranks(routes.sums, probe.ranks))
+        if fault:
+            who = f" of {probe.replica}" if probe.replica else ""
+            raise RunFailure(
+                f"routing replay{who}: {fault}",
+                where=REPLAY,
+                fix="set it to false, or use an engine that records the experts of this model's layers",
+            )
+
     def terms(self, rules: CorrectionRules) -> tuple[Term, ...]:
         """The load-balancing loss."""
         coefficient = self._actor.router_aux_loss_coef
@@ -90,6 +110,14 @@ class ExpertRouting(Capability):
     def token_metrics(self, sums: HostSums) -> dict[str, float]:
         """`actor/live_routed_tokens`."""
         return {_LIVE: sums[_LIVE]} if _LIVE in sums else {}
+
+
+def _of_all_ranks(own: Tensor | None, ranks: Ranks) -> Tensor:
+    """`RouteRanks.sums` over all ranks; () without any (all ranks call this)."""
+    shapes = [sums.shape for sums in ranks.exchange([own]) if sums is not None]
+    shape = shapes[0] if shapes else torch.Size((0, 0, 2))
+    sums = torch.zeros(shape, dtype=torch.float64) if own is None else own
+    return torch.tensor(ranks.sum(sums.flatten().tolist()), dtype=torch.float64).view(shape)
 
 
 def capability(spec: RunSpec) -> Capability:

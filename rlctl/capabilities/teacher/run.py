@@ -17,7 +17,7 @@ import torch
 from rlctl.algos.kl import kl_loss, top_k_kl
 from rlctl.algos.segments import ratio
 from rlctl.batch import TokenLists
-from rlctl.capabilities.teacher.section import PATH, lists_tokens
+from rlctl.capabilities.teacher.section import PATH, SCORING, lists_tokens
 from rlctl.capabilities.teacher.served import ServedTeacher
 from rlctl.errors import RunFailure, known
 from rlctl.registry import CORRECTION_WEIGHTS, KL_ESTIMATORS
@@ -138,11 +138,11 @@ class Distillation(Capability):
         """Adds the teacher's log-probs, and with `ListedKLTerm` its most likely tokens."""
         failure = RunFailure("the teacher gives NaN or infinite log-probs", where=PATH)
         if not lists_tokens(self._teacher):
-            own = scorer.score("teacher", self.model.log_probs, unrouted, failure)
+            own = scorer.score(SCORING, self.model.log_probs, unrouted, failure)
             return batch.with_columns(teacher_log_probs=own)
         count = min(self._teacher.top_k, self.vocabulary)
         score = partial(self.model.top_k, count=count, vocabulary=self.vocabulary)
-        figures = scorer.score("teacher", score, unrouted, failure)
+        figures = scorer.score(SCORING, score, unrouted, failure)
         own, listed, tail, ids = torch.split(figures, [1, count, 1, count], 1)
         counts = torch.full_like(batch.versions, count, dtype=torch.int32)
         return batch.with_columns(

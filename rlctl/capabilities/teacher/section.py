@@ -15,6 +15,8 @@ if TYPE_CHECKING:
 
 PREFIX = "algorithm.teacher."
 PATH = f"{PREFIX}path"
+#: Phase of a step in which the teacher scores the batch.
+SCORING = "teacher"
 
 declare_column("teacher_log_probs", "log-prob under the teacher, nats")
 declare_column("teacher_tail", "the teacher's log-prob of all tokens that it does not list together, nats")
@@ -36,6 +38,7 @@ class TeacherSection(CapabilitySection):
     """See the module."""
 
     model_keys = (PATH,)
+    scoring_phases = (SCORING,)
     switches: Mapping[str, tuple[str, object]] = {PREFIX: (PATH, None)}
     unread: Mapping[str, tuple[Callable[[RunSpec], bool], str]] = {
         f"{PREFIX}top_k": (

@@ -5,9 +5,15 @@ from __future__ import annotations
 import pytest
 import torch
 
+from rlctl.batch import TokenBatch
+from rlctl.capabilities.expert_routing.run import ExpertRouting
 from rlctl.engine.log_probs import PolicyModule
+from rlctl.errors import RunFailure
 from rlctl.routing import RouteRanks, foreign_routes
+from rlctl.run_spec.load import load_spec
+from rlctl.train.capability import Probe
 from tests.unit.engine.routing_jobs import EXPERTS, KINDS, batch_of, built, sampled
+from tests.unit.train.updates import alone
 
 
 def said_of(model, batch) -> tuple[str, torch.Tensor]:
@@ -81,3 +87,23 @@ def test_few_tokens_and_no_ranks_are_no_fault() -> None:
     with RouteRanks() as ranks:
         pass
     assert ranks.sums is None
+
+
+def test_replay_refuses_a_probe_with_experts_of_other_layers_and_names_the_replica() -> None:
+    model = built("mixtral", num_hidden_layers=6)
+    _, requests, turns = sampled(model)
+    sound = batch_of(requests, turns)
+    shifted = changed(sound, lambda x: x.roll(1, 1))
+    replays, balances = (
+        ExpertRouting(load_spec([], [], [key]).spec)
+        for key in ("actor.routing_replay=true", "actor.router_aux_loss_coef=0.1")
+    )
+
+    @torch.no_grad()
+    def log_probs(batch: TokenBatch) -> torch.Tensor:
+        return PolicyModule(model, 0.7)(batch.inputs).log_probs
+
+    replays.check_probe(Probe("http://a", sound, log_probs, alone()))
+    balances.check_probe(Probe("http://a", shifted, log_probs, alone()))  # it replays nothing
+    with pytest.raises(RunFailure, match="routing replay of http://a: in 6 of 6 layers"):
+        replays.check_probe(Probe("http://a", shifted, log_probs, alone()))

@@ -4,17 +4,17 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
 import torch
 
 from rlctl.batch import Episode, TokenSequence
+from rlctl.capabilities.dropped_episodes.run import DroppedEpisodes, dropped_episodes
 from rlctl.episodes import Episodes
 from rlctl.reward.protocol import Graded, RewardResult
 from rlctl.run_spec.load import load_spec
 from rlctl.track.dropped import DROPPED_FILE, DroppedEpisode, DroppedLedger
-from rlctl.train.dropped import account_for_dropped, dropped_episodes
+from rlctl.train.capability import StepRecord
 from tests.episodes import task_of
 from tests.unit.train.updates import alone
 
@@ -88,15 +88,31 @@ def test_a_withheld_batch_drops_what_is_left() -> None:
     assert [(one.group_id, one.member) for one in withheld] == [(0, 0), (0, 1), (2, 0)]
 
 
-def run_of(tmp_path: Path, *overrides: str):
-    return SimpleNamespace(
-        spec=spec_of(*overrides), ranks=alone(), dropped=DroppedLedger(tmp_path, keep_until=0)
+def account_of(tmp_path: Path, *overrides: str) -> DroppedEpisodes:
+    account = DroppedEpisodes(spec_of(*overrides))
+    account.open_records(tmp_path, 0)
+    return account
+
+
+def record_of(step: int, sampled: Graded) -> StepRecord:
+    """A step whose policy had made five updates before."""
+    batch = sampled.episodes.tokens
+    return StepRecord(
+        step=step,
+        ranks=alone(),
+        data_ranks=alone(),
+        graded=sampled,
+        batch=batch,
+        before_updates=batch.rollout_log_probs,
+        policy_version=5,
+        withheld=False,
+        metrics={},
     )
 
 
 def test_bounds_contain_whatever_the_unknown_ones_would_have_scored(tmp_path: Path) -> None:
-    run = run_of(tmp_path, "reward.score_range=[0,1]", *IN_FLIGHT)
-    metrics = account_for_dropped(run, 7, graded(), 5, withheld=False)
+    account = account_of(tmp_path, "reward.score_range=[0,1]", *IN_FLIGHT)
+    metrics = account.updated(record_of(7, graded()))
     assert metrics["dropped/episodes"] == 5
     assert metrics["dropped/fraction"] == pytest.approx(5 / 7)
     known = [1.0, 0.0, 1.0]  # of the graded ones; the aborted one's grade means nothing
@@ -110,12 +126,10 @@ def test_bounds_contain_whatever_the_unknown_ones_would_have_scored(tmp_path: Pa
 
 
 def test_without_a_declared_range_there_are_no_bounds(tmp_path: Path) -> None:
-    metrics = account_for_dropped(
-        run_of(tmp_path, "reward.name=rewards.py:f"), 1, graded(), 5, withheld=False
-    )
+    metrics = account_of(tmp_path, "reward.name=rewards.py:f").updated(record_of(1, graded()))
     assert not {"dropped/reward_low", "dropped/reward_high"} & metrics.keys()
-    run = run_of(tmp_path, "reward.score_range=[0.5,1]")  # a reward is outside
-    assert "dropped/reward_low" not in account_for_dropped(run, 2, graded(), 5, withheld=False)
+    account = account_of(tmp_path, "reward.score_range=[0.5,1]")  # a reward is outside
+    assert "dropped/reward_low" not in account.updated(record_of(2, graded()))
 
 
 def test_the_estimate_by_length_undoes_a_loss_of_long_ones(tmp_path: Path) -> None:
@@ -124,14 +138,14 @@ def test_the_estimate_by_length_undoes_a_loss_of_long_ones(tmp_path: Path) -> No
     scores = torch.tensor([0.0] * 8 + [1.0] * 8)
     valid = torch.tensor([True] * 8 + [True, False] * 4)
     one = Graded(Episodes.of(records), RewardResult(scores, valid), None, {})
-    metrics = account_for_dropped(run_of(tmp_path), 1, one, 5, withheld=False)
+    metrics = account_of(tmp_path).updated(record_of(1, one))
     assert scores[valid].mean() == pytest.approx(1 / 3)
     assert metrics["dropped/reward_by_length"] == pytest.approx(0.5)
 
 
 def test_unused_groups_of_dynamic_sampling_are_listed(tmp_path: Path) -> None:
     unused = DroppedEpisode(-1, 0, 9, "the rewards of its group do not differ", 3, 0, 1.0, "1+1")
-    metrics = account_for_dropped(run_of(tmp_path), 1, graded(unused), 5, withheld=False)
+    metrics = account_of(tmp_path).updated(record_of(1, graded(unused)))
     assert metrics["dropped/fraction"] == pytest.approx(5 / 8)
     lines = [json.loads(line) for line in (tmp_path / DROPPED_FILE).read_text().splitlines()]
     assert lines[0]["reason"] == "the rewards of its group do not differ"
@@ -139,7 +153,7 @@ def test_unused_groups_of_dynamic_sampling_are_listed(tmp_path: Path) -> None:
 
 def test_nothing_is_written_of_a_step_without_dropped_episodes(tmp_path: Path) -> None:
     whole = Graded(Episodes.of(RECORDS[:2]), RewardResult(torch.zeros(2), torch.ones(2).bool()), None, {})
-    assert account_for_dropped(run_of(tmp_path), 1, whole, 5, withheld=False) == {}
+    assert account_of(tmp_path).updated(record_of(1, whole)) == {}
     assert not (tmp_path / DROPPED_FILE).exists()
 
 

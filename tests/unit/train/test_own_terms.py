@@ -114,8 +114,9 @@ def test_undeclared_columns_and_wrong_sizes_are_refused() -> None:
 
 
 def test_capabilities_are_off_by_default() -> None:
-    """All but the test of the sampler's log-probs."""
+    """All but the account of dropped episodes, and the test of the sampler's log-probs."""
     spec = load_spec([], [], []).spec
-    assert [name for name, section in sections().items() if section.is_on(spec)] == ["sampler_test"]
-    assert [capability.name for capability in capabilities_of(spec)] == ["sampler_test"]
+    always_on = ["dropped_episodes", "sampler_test"]
+    assert [name for name, section in sections().items() if section.is_on(spec)] == always_on
+    assert [capability.name for capability in capabilities_of(spec)] == always_on
     assert len(sections()) >= 6

@@ -24,6 +24,7 @@ from rlctl.rollout.shared_engine import EngineLock, LockedRollout
 from rlctl.run_spec.load import load_spec
 from rlctl.run_spec.model import ALL_LINEAR
 from rlctl.train import sync
+from rlctl.train.capability import Capability, Probe
 from rlctl.train.sync import confirm_sync, prove_sync
 from tests.models import tiny_model
 from tests.unit.rollout.test_hf_rollout import TOKENIZER, random_model
@@ -119,6 +120,16 @@ class OneWay(HFRollout):
         list(weights)
 
 
+class Recorder(Capability):
+    """Keeps the probes that it is shown."""
+
+    def __init__(self) -> None:
+        self.probes: list[Probe] = []
+
+    def check_probe(self, probe: Probe) -> None:
+        self.probes.append(probe)
+
+
 def tied_model() -> Any:
     model = tiny_model(tied=True, vocabulary=len(TOKENIZER))
     model.generation_config.eos_token_id = TOKENIZER.eos_token_id
@@ -152,6 +163,7 @@ def run_with(
         base=base if lora else None,
         tokenizer=TOKENIZER,
         policy_version=0,
+        capabilities=(Recorder(),),
     )
 
 
@@ -180,6 +192,10 @@ def test_a_sound_engine_passes_and_all_weights_are_as_before(
         for held in (run.actor.model.state_dict(), *(replica._weights for replica in replicas))
     ]
     said = prove_sync(run, 0)
+    probes = run.capabilities[0].probes
+    assert len(probes) == len(engines)
+    for probe in probes:
+        assert probe.log_probs(probe.batch).shape == probe.batch.rollout_log_probs.shape
     assert said.startswith(
         f"the weight sync reaches {'all 2 replicas' if len(engines) == 2 else 'the rollout'}"
     )

@@ -33,7 +33,17 @@ def record_of(before: torch.Tensor, more_tokens: int = 0, **metrics: float) -> S
         num_sampled=torch.tensor([*lengths, more_tokens]),
         tokens=SimpleNamespace(group_ids=torch.tensor([*group_ids, 0])),
     )
-    return StepRecord(alone(), alone(), SimpleNamespace(episodes=drawn), BATCH, before, metrics)
+    return StepRecord(
+        step=1,
+        ranks=alone(),
+        data_ranks=alone(),
+        graded=SimpleNamespace(episodes=drawn),
+        batch=BATCH,
+        before_updates=before,
+        policy_version=0,
+        withheld=False,
+        metrics=metrics,
+    )
 
 
 def spec_of(*overrides: str):

@@ -18,6 +18,7 @@ from filelock import FileLock, Timeout
 from platformdirs import user_cache_path
 
 from rlctl.errors import EnvironmentFailure, RunFailure, UsageError
+from rlctl.run_files import remove
 
 _MANIFEST = "manifest.json"
 #: Files of a cache entry above this size in bytes are verified only by their size when the entry is used.
@@ -289,10 +290,10 @@ def clear_leftovers(out: Path) -> None:
             pid = left.name.rpartition("-")[2]
             if pid.isdecimal() and int(pid) != os.getpid() and psutil.pid_exists(int(pid)):
                 continue
-            if kind == "old" and not out.exists():
+            if kind == "old" and not out.exists() and not left.is_symlink():
                 left.rename(out)
             else:
-                shutil.rmtree(left)
+                remove(left)
 
 
 def check_vacant(out: Path) -> None:

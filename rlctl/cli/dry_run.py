@@ -14,6 +14,7 @@ from rlctl.cli.dry_run_document import plan_document
 from rlctl.cli.dry_run_summary import count_of, print_title
 from rlctl.cli.output import print_indented, unwrapped, write_out
 from rlctl.errors import Problem, UsageError
+from rlctl.files import lines_of
 from rlctl.registry import ADVANTAGE_ESTIMATORS, GRADERS, KL_ESTIMATORS, POLICY_LOSSES
 from rlctl.run_spec.check_rollout import slow_on_a_gpu
 from rlctl.run_spec.explain import BatchArithmetic, bands, notes
@@ -120,7 +121,7 @@ def _mean_response(given: str, most: int) -> float:
 def _logged_mean(run: Path) -> float:
     path = run / METRICS_FILE
     try:
-        rows = [decode_line(line) for line in path.read_bytes().splitlines()]
+        rows = [decode_line(line) for line in lines_of(path)]
     except (OSError, ValueError) as error:
         message = f"the log of this run cannot be read: {error}"
         raise UsageError(message, where=str(path), fix="give a number of tokens") from error

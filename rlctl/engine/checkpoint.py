@@ -11,7 +11,6 @@ import contextlib
 import hashlib
 import heapq
 import json
-import shutil
 import stat
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from contextlib import contextmanager
@@ -22,6 +21,7 @@ from typing import Any
 
 from rlctl.errors import RlctlError, RunFailure, UsageError, first_line, lost_rank
 from rlctl.files import apply_umask, read_text, sha256_of, sync
+from rlctl.run_files import create_directory, remove, rename
 
 #: Subdirectory of a run directory for its checkpoints.
 CHECKPOINTS = "checkpoints"
@@ -83,9 +83,11 @@ class Checkpoint:
 def begin(root: Path, step: int, parts: Iterable[str] = ("engine", "model")) -> Path:
     """Creates a hidden directory for the checkpoint of `step`, with subdirectories `parts` (one rank)."""
     partial = partial_path(root, step)
-    shutil.rmtree(partial, ignore_errors=True)
-    for name in parts:
-        (partial / name).mkdir(parents=True)
+    root.parent.mkdir(parents=True, exist_ok=True)
+    create_directory(root)
+    remove(partial)
+    for each in (partial, *(partial / name for name in parts)):
+        each.mkdir()
     return partial
 
 
@@ -126,7 +128,7 @@ def remove_unwritten(root: Path, error: Exception) -> None:
     Call it when no rank writes any more: it would fail, and not the rank that failed first would be named.
     """
     for partial in root.glob(f"{_PARTIAL}*") if getattr(error, "where", None) == str(root) else ():
-        shutil.rmtree(partial, ignore_errors=True)
+        remove(partial, ignore_errors=True)
 
 
 def hash_share(partial: Path, known: Collection[str], share: int, shares: int) -> dict[str, str]:
@@ -166,14 +168,12 @@ def publish(
     content = {"state": asdict(state), "sha256": files}
     manifest.write_text(json.dumps(content | {"manifest_sha256": _digest(content)}, indent=1))
     sync(manifest)
-    if final.exists():
-        shutil.rmtree(final)
-    partial.rename(final)
+    rename(partial, final)
     sync(root)
     if keep is not None:
         for step, path in _published(root)[:-keep]:
             if step != best:
-                shutil.rmtree(path, ignore_errors=True)
+                remove(path, ignore_errors=True)
     return Checkpoint(final, state)
 
 
@@ -243,12 +243,13 @@ def point_to(root: Path, name: str, step: int | None) -> None:
     link = root / name
     with contextlib.suppress(OSError):  # not every file system has links
         if step is None or not (root / f"{_PREFIX}{step:06d}").is_dir():
-            link.unlink(missing_ok=True)
+            if link.is_symlink():
+                remove(link)
             return
         new = root / f".{name}.new"
-        new.unlink(missing_ok=True)
+        remove(new)
         new.symlink_to(f"{_PREFIX}{step:06d}", target_is_directory=True)
-        new.replace(link)
+        rename(new, link)
 
 
 def model_checksums(checkpoint: Checkpoint) -> dict[str, str]:
@@ -299,6 +300,8 @@ def verify(path: Path, differing: Differing = first_differing) -> tuple[str, Che
         return f"its manifest contains step {state.step}", None
     if not expected:
         return "its manifest lists no file", None
+    if path.is_symlink():
+        return "it is a link", None
     if odd := next((each for each in sorted(path.rglob("*")) if not _is_plain(each)), None):
         return f"{odd.relative_to(path)} is a link, or no file", None
     problem = differing(path, expected)
@@ -334,9 +337,7 @@ def _published(root: Path) -> list[tuple[int, Path]]:
 
 
 def _set_aside(path: Path) -> None:
-    target = path.with_name(f"{_SET_ASIDE}{path.name.lstrip('.')}")
-    shutil.rmtree(target, ignore_errors=True)
-    path.rename(target)
+    rename(path, path.with_name(f"{_SET_ASIDE}{path.name.lstrip('.')}"))
 
 
 def _is_plain(path: Path) -> bool:

@@ -12,7 +12,6 @@ import io
 import logging
 import math
 import os
-import shutil
 import subprocess
 import sys
 import warnings
@@ -46,6 +45,7 @@ from rlctl.engine.ranks import Ranks
 from rlctl.engine.sequence_parallel import SequenceParallel
 from rlctl.errors import RunFailure, UsageError, in_words
 from rlctl.processes import environment_without_ranks, import_path
+from rlctl.run_files import remove
 
 _STATE = "engine"
 #: Directory beside the checkpoints in which a state is converted for another number of ranks.
@@ -257,7 +257,7 @@ class _Engine(Engine):
             raise RunFailure(f"DeepSpeed cannot load its state: {error}", where=str(directory)) from error
         self.ranks.barrier()
         if is_universal and self.ranks.is_main:
-            shutil.rmtree(directory)
+            remove(directory)
         if path is None:
             raise RunFailure("there is no DeepSpeed state here", where=str(directory / _STATE))
 
@@ -402,7 +402,7 @@ def _convert(state: Path, universal: Path, count: int) -> str:
 
     Conversion takes processes that have not used a GPU.
     """
-    shutil.rmtree(universal.parent, ignore_errors=True)
+    remove(universal.parent, ignore_errors=True)
     workers = str(min(count, max(1, (os.cpu_count() or 1) // 2)))
     command = [sys.executable, "-P", "-m", "rlctl.engine.plain_state"]
     command += ["deepspeed.checkpoint.ds_to_universal", "--inject_missing_state"]

@@ -24,6 +24,8 @@ from rlctl.track.trust import sign
 from rlctl.user_code import files_of
 
 RESULTS_FILE = "results.json"
+#: Subdirectory of a run directory with its evaluations; those of validations are named `step_000100`.
+EVALUATIONS = "evaluations"
 _FORMAT = 2
 
 

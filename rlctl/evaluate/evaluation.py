@@ -22,7 +22,13 @@ from typing import TYPE_CHECKING, Any
 
 from rlctl.batch import Episode, Task
 from rlctl.errors import RunFailure
-from rlctl.evaluate.evaluate_report import Evaluation, default_out, read_evaluation, write_evaluation
+from rlctl.evaluate.evaluate_report import (
+    EVALUATIONS,
+    Evaluation,
+    default_out,
+    read_evaluation,
+    write_evaluation,
+)
 from rlctl.evaluate.request import (
     EvaluateRequest,
     Plan,
@@ -79,7 +85,7 @@ def evaluate(request: EvaluateRequest, progress: Progress) -> tuple[Path, Evalua
     evaluation = grades.evaluation(
         about, plan.reward, plan.ks, time.monotonic() - started, num_stored=num_stored, notes=notes
     )
-    out = request.out or default_out((plan.target.run_dir or Path()) / "evaluations")
+    out = request.out or default_out((plan.target.run_dir or Path()) / EVALUATIONS)
     write_evaluation(out, evaluation, grades.samples)
     return out, evaluation
 

@@ -14,6 +14,7 @@ from pydantic import ValidationError
 
 from rlctl.engine.checkpoint import checkpoint_of_run, model_checksums
 from rlctl.errors import UsageError
+from rlctl.evaluate.evaluate_report import EVALUATIONS
 from rlctl.evaluate.questions import AUTO, Questions, load_questions
 from rlctl.files import check_vacant
 from rlctl.model_files import config_directory
@@ -114,6 +115,17 @@ class Plan:
         return is_api(self.engine)
 
 
+def _check_place(evaluations: Path) -> None:
+    """Refuses to write to the directory of a run's evaluations if it is a link.
+
+    Raises:
+        UsageError: as above.
+    """
+    if evaluations.is_symlink():
+        message = f"it is a link to {evaluations.readlink()}, maybe of someone else"
+        raise UsageError(message, where=str(evaluations), fix="add --out DIR")
+
+
 def is_api(engine: str | None) -> bool:
     """Whether `--engine` names a server instead of an engine of this machine."""
     return engine is not None and engine.startswith(f"{API_ENGINE}:")
@@ -124,7 +136,8 @@ def check_request(request: EvaluateRequest) -> Plan:
 
     Raises:
         UsageError: k > n, the model or run does not exist, there is no data, an option is invalid, or `out`
-            is not empty, or the run would execute code that this user has not allowed.
+            is not empty, or the run's `evaluations` is a link, or the run would execute code that this user
+            has not allowed.
         EnvironmentFailure: a benchmark is not available.
     """
     _check_sampling(request)
@@ -135,6 +148,8 @@ def check_request(request: EvaluateRequest) -> Plan:
     named = chosen_environment(request.environment)
     behind_api = is_api(request.engine)
     target = find_target(request.model_or_run, request.data, request.step, behind_api=behind_api)
+    if request.out is None and target.run_dir is not None:
+        _check_place(target.run_dir / EVALUATIONS)
     questions = load_questions(
         request.data or target.data_files,
         request.columns,

@@ -161,7 +161,9 @@ class RayHost:
     def poll(self) -> int | None:
         """Exit code (None: running); also writes the end of the output to the log."""
         code, output = self._ask("poll")
-        self._log.write_bytes(output)
+        with open_to_append(self._log) as file:
+            file.truncate(0)
+            file.write(output)
         return None if code is None else int(code)
 
     def end(self) -> None:

@@ -15,7 +15,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from rlctl.errors import RunFailure
-from rlctl.files import encodable, open_to_append, replacing
+from rlctl.files import encodable, lines_of, open_to_append, replacing
 
 DROPPED_FILE = "dropped.jsonl"
 #: Characters of a prompt that are kept.
@@ -71,7 +71,7 @@ class DroppedLedger:
         if not self.path.exists():
             return
         try:
-            lines = self.path.read_bytes().splitlines(keepends=True)
+            lines = list(lines_of(self.path))
             kept = [line for line in lines if _step_of(line) <= step]
             if len(kept) < len(lines):
                 with replacing(self.path) as temporary:

@@ -18,7 +18,10 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import TypeVar
 
+from rlctl.run_files import create_directory, remove
+
 _DIRECTORY = ".ranks"
+_READ_AND_WRITE = os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC
 #: Bytes of a slot, of the summary behind the slots, and of the checksum of a record.
 _SLOT, _SUMMARY, _CHECKSUM = 1024, 16384, 8
 #: Characters of a place and of a host that a slot holds, whatever they are.
@@ -144,7 +147,7 @@ class NodeFile:
         handle = self._opened()
         os.pwrite(handle, bytes(_SLOT), slot * _SLOT)
         if not any(os.pread(handle, self._size * _SLOT, 0)):
-            self._path.unlink(missing_ok=True)
+            remove(self._path)
         os.close(handle)
         self._handle = None
         with contextlib.suppress(OSError):
@@ -158,8 +161,8 @@ class NodeFile:
         if self._handle is None:
             if not self._run_dir.is_dir():
                 raise FileNotFoundError(self._run_dir)
-            self._path.parent.mkdir(exist_ok=True)
-            self._handle = os.open(self._path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
+            create_directory(self._path.parent)
+            self._handle = os.open(self._path, _READ_AND_WRITE, 0o644)
         return self._handle
 
 
@@ -170,7 +173,8 @@ def beats_of_node(run_dir: Path, node: int, size: int) -> dict[int, Beat]:
         size: ranks of the node.
     """
     try:
-        handle = os.open(_file(run_dir, node), os.O_RDONLY | os.O_CLOEXEC)
+        # someone else may have written the directory: a pipe would wait for a writer
+        handle = os.open(_file(run_dir, node), os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
     except OSError:
         return {}
     try:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
@@ -17,6 +18,7 @@ from rlctl.episodes import Episodes
 from rlctl.errors import RunFailure, first_line, missing_steps, steps_in_words
 from rlctl.files import encodable, open_regular, replacing
 from rlctl.lazy import torch
+from rlctl.run_files import create_directory, remove, rename
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -153,7 +155,7 @@ class RolloutWriter:
         if not self._batches:
             return
         try:
-            self.directory.mkdir(exist_ok=True)
+            create_directory(self.directory)
             table = pa.Table.from_batches(self._batches, self._schema)
             _write(self.directory, self._steps[0], self._steps[-1], table)
         except OSError as error:
@@ -173,8 +175,10 @@ class RolloutWriter:
         there: list[range] = []
         notes: list[str] = []
         try:
+            if os.path.lexists(self.directory):
+                create_directory(self.directory)  # an error if it is a link
             for leftover in self.directory.glob(".*.tmp"):
-                leftover.unlink()
+                remove(leftover)
             for path in sorted(self.directory.glob("rollouts-*.parquet")):
                 match = _PART.fullmatch(path.name)
                 if match is None:
@@ -185,7 +189,7 @@ class RolloutWriter:
                 if not problem and first <= step < last:
                     kept, problem = _rows_until(path, step)
                 if problem:
-                    path.rename(path.with_name(f"{path.name}.damaged"))
+                    rename(path, path.with_name(f"{path.name}.damaged"))
                     notes.append(
                         f"warning: {ROLLOUTS_DIR}/{path.name} is damaged ({problem}) and was moved aside"
                     )
@@ -195,7 +199,7 @@ class RolloutWriter:
                     continue
                 if kept is not None:
                     _write(self.directory, first, step, kept)
-                path.unlink()
+                remove(path)
         except (OSError, pa.ArrowInvalid) as error:
             raise _failure(self.directory, error) from error
         if missing := missing_steps(there, step):

@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from importlib import metadata
+from itertools import count
 from pathlib import Path
 from typing import Any, Self, TypeVar
 
@@ -20,6 +21,7 @@ from filelock import FileLock, Timeout
 from rlctl.errors import RlctlError, UsageError
 from rlctl.files import is_utf8, read_text, write_text
 from rlctl.processes import command_output
+from rlctl.run_files import refuse_links
 from rlctl.track.git_commit import git_commit
 from rlctl.track.redaction import redact_command, redact_tree
 
@@ -73,8 +75,10 @@ class RunDir:
         names = [name for name in _contents(self.path) if not name.startswith(EARLIER)]
         if not names:
             return None
-        number = 1 + len(list(self.path.glob(f"{EARLIER}*")))
         with _usable(self.path):
+            number = next(
+                number for number in count(1) if not os.path.lexists(self.path / f"{EARLIER}{number}")
+            )
             target = self.path / f"{EARLIER}{number}"
             target.mkdir()
             for name in names:
@@ -127,8 +131,9 @@ def open_run_dir(path: Path, *, resume: bool, is_lost: Callable[[Path], bool] = 
         is_lost: whether the run in a directory cannot be resumed.
 
     Raises:
-        UsageError: another run has locked it, it is not empty, there is nothing to resume, or it cannot be
-            written, or the name of its path is not UTF-8, so that no file of the run could name it.
+        UsageError: another run has locked it, it is not empty, there is nothing to resume, the run to resume
+            has links that lead out of it, it cannot be written, or the name of its path is not UTF-8, so
+            that no file of the run could name it.
     """
     if not is_utf8(str(path.absolute())):
         message, fix = "the path of the run directory is not UTF-8", "rename it, or set trainer.run_dir=…"
@@ -142,6 +147,8 @@ def open_run_dir(path: Path, *, resume: bool, is_lost: Callable[[Path], bool] = 
             "there is no run to resume here", where=str(path), fix="run without --resume to start one"
         )
     with _usable(path):
+        if resume:
+            refuse_links(path)
         if not resume and not (path / _LOCK).exists():
             _refuse_contents(path, is_lost)
         path.mkdir(parents=True, exist_ok=True)

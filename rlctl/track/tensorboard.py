@@ -6,6 +6,7 @@ from collections.abc import Mapping
 
 from torch.utils.tensorboard import SummaryWriter
 
+from rlctl.run_files import create_directory
 from rlctl.track.sink import SinkInputs
 
 
@@ -16,7 +17,9 @@ class TensorboardSink:
 
     def __init__(self, inputs: SinkInputs) -> None:
         purge = inputs.start_step + 1 if inputs.start_step else None
-        self._writer = SummaryWriter(str(inputs.run_dir / "tensorboard"), purge_step=purge, flush_secs=15)
+        directory = inputs.run_dir / "tensorboard"
+        create_directory(directory)
+        self._writer = SummaryWriter(str(directory), purge_step=purge, flush_secs=15)
 
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
         """Queues the scalars of one step."""

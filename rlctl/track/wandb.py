@@ -15,6 +15,7 @@ from typing import Any
 import wandb
 
 from rlctl.files import read_text, write_text
+from rlctl.run_files import create_directory
 from rlctl.track.sink import SAMPLES, SinkInputs
 
 #: Time limits of W&B in seconds: start, login prompt, upload of the remaining data at the end.
@@ -32,6 +33,7 @@ class WandbSink:
     name = "wandb"
 
     def __init__(self, inputs: SinkInputs) -> None:
+        create_directory(inputs.run_dir / "wandb")
         settings = _settings()
         with tempfile.TemporaryDirectory() as empty, contextlib.chdir(empty):
             # W&B would also read `wandb/settings` in the working directory. It may be someone else's, and

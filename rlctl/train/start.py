@@ -27,6 +27,7 @@ from rlctl.engine.launch import run_ranks, under_torchrun
 from rlctl.errors import EnvironmentFailure, RlctlError, SpecError, UsageError
 from rlctl.files import is_utf8, keep_compiled_code, matches
 from rlctl.model_files import hub_commit
+from rlctl.run_files import remove
 from rlctl.run_spec.base import seconds
 from rlctl.run_spec.keys import leaves_of
 from rlctl.run_spec.load import RUN_SPEC_FILE, dump_spec, recorded_spec
@@ -213,9 +214,9 @@ def _remove_unused(run_dir: Path) -> bool:
     metrics = run_dir / METRICS_FILE
     is_unused = not metrics.exists() or not metrics.stat().st_size
     if is_unused and any(run_dir.glob(f"{EARLIER}*")):
-        for path in run_dir.iterdir():
+        for path in run_dir.resolve().iterdir():
             if not path.name.startswith(EARLIER):
-                shutil.rmtree(path) if path.is_dir() else path.unlink()
+                remove(path)
     elif is_unused:
         shutil.rmtree(run_dir, ignore_errors=True)
     return is_unused

@@ -4,24 +4,24 @@ from __future__ import annotations
 
 import time
 from dataclasses import asdict, replace
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from rlctl.evaluate.evaluate_report import write_evaluation
+from rlctl.errors import EnvironmentFailure
+from rlctl.evaluate.evaluate_report import EVALUATIONS, write_evaluation
 from rlctl.evaluate.evaluation import grade
 from rlctl.evaluate.local_model import sample_responses, template_hash
 from rlctl.evaluate.request import checked_ks, chosen_reward
 from rlctl.evaluate.samples import Pair, Response, as_samples
 from rlctl.evaluate.scores import Score
 from rlctl.rollout.protocol import Sampling
+from rlctl.run_files import create_directory, remove
 from rlctl.train.step_metrics import refuse_ungraded
 
 if TYPE_CHECKING:
     from rlctl.data.prompts import PromptDataset
     from rlctl.evaluate.samples import EvalSample
     from rlctl.train.run import Run
-
-#: Subdirectory of a run directory: one evaluation per validation, such as `step_000100`.
-EVALUATIONS = "evaluations"
 
 
 def validate(run: Run, step: int) -> dict[str, float]:
@@ -53,13 +53,31 @@ def validate(run: Run, step: int) -> dict[str, float]:
         checked_ks(None, n),
         time.monotonic() - started,
     )
-    write_evaluation(run.run_dir / EVALUATIONS / f"step_{step:06d}", evaluation, samples, page=False)
+    write_evaluation(place_of_evaluation(run.run_dir, step), evaluation, samples, page=False)
     by_source = evaluation.scores[:-1] or evaluation.scores
     return {
         f"val/{score.data_source}/{name}": value
         for score in by_source
         for name, value in _metrics(score, n).items()
     }
+
+
+def place_of_evaluation(run_dir: Path, step: int) -> Path:
+    """The directory for the validation of a step, which is replaced; the one above it exists then.
+
+    Raises:
+        EnvironmentFailure: it cannot be created, or `evaluations` is a link, which can lead out of the run.
+    """
+    place = run_dir / EVALUATIONS / f"step_{step:06d}"
+    try:
+        create_directory(place.parent)
+        if place.is_symlink():
+            remove(place)
+    except OSError as error:
+        message = f"the validation cannot be written: {error.strerror or error}"
+        fix = "free disk space, or restore access; then continue with --resume"
+        raise EnvironmentFailure(message, where=str(error.filename or place), fix=fix) from error
+    return place
 
 
 def _sampled(run: Run, questions: PromptDataset) -> list[EvalSample]:

@@ -110,6 +110,14 @@ ROWS: dict[str, tuple[str, ...]] = {
         f"{_F}hostile_records:test_no_loop_goes_over_the_steps_of_a_run",
         f"{_F}hostile_records:test_a_checkpoint_has_no_links",
     ),
+    "a directory or a file of a run is a link": (
+        f"{_F}links_in_runs:test_a_directory_that_is_a_link_is_not_entered",
+        f"{_F}links_in_runs:test_a_link_in_a_directory_is_not_followed",
+        f"{_F}links_in_runs:test_a_resume_refuses_a_link_that_leads_out",
+        f"{_F}links_in_runs:test_a_resume_refuses_a_link_further_in",
+        f"{_F}links_in_runs:test_a_new_run_keeps_links_of_one_that_ended_too_early",
+        f"{_F}links_in_runs:test_a_directory_that_becomes_a_link_while_it_is_removed",
+    ),
     "a line of 1.5 GB": (
         f"{_F}hostile_data:test_one_endless_line",
         f"{_F}hostile_data:test_columns_that_expand",

@@ -16,6 +16,8 @@ from rlctl.errors import RlctlError, UsageError, missing_steps, steps_in_words
 from rlctl.files import MAX_TEXT, lines_of, read_text
 from rlctl.run_spec.load import load_spec
 from rlctl.track import rollouts
+from rlctl.track.dropped import DroppedLedger
+from rlctl.track.heartbeats import beats_of_node
 from rlctl.track.jsonl import decode_line, truncate_after
 from rlctl.track.open_run import RunRecord, read_state
 from rlctl.track.rollouts import RolloutWriter
@@ -53,6 +55,8 @@ READERS: dict[str, tuple[str, Callable[[Path, Path], Any]]] = {
         lambda directory, file: RolloutWriter(directory, -1).discard_after(2),
     ),
     "checkpoint": ("step_000002/manifest.json", lambda directory, file: newest_intact(directory)),
+    "heartbeat": (".ranks/node-00000", lambda directory, file: beats_of_node(directory, 0, 1)),
+    "dropped episodes": ("dropped.jsonl", lambda directory, file: DroppedLedger(directory, keep_until=1)),
     "options in a file": (
         "options.json",
         lambda directory, file: load_spec(overrides=["rollout.name=vllm", f"rollout.engine_kwargs={file}"]),

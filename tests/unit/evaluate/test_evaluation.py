@@ -142,6 +142,16 @@ def test_a_limit_is_for_each_data_source(task, tmp_path):
     assert len(request_module.check_request(replace(request, limit=None)).questions.rows) == 8
 
 
+def test_results_go_through_no_link_that_a_run_holds(run_dir, tmp_path):
+    (tmp_path / "elsewhere").mkdir()
+    (run_dir / "evaluations").symlink_to(tmp_path / "elsewhere", target_is_directory=True)
+    request = EvaluateRequest(str(run_dir), limit=1)
+    with pytest.raises(UsageError, match=f"is a link to {tmp_path / 'elsewhere'}") as refused:
+        request_module.check_request(request)
+    assert "--out" in refused.value.fix
+    assert request_module.check_request(replace(request, out=tmp_path / "out"))
+
+
 def test_a_damaged_checkpoint_is_passed_over_and_left_alone(run_dir):
     weights = run_dir / "checkpoints" / "step_000008" / "model" / "model.safetensors"
     weights.write_bytes(weights.read_bytes()[:-1])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable
 from dataclasses import replace
 
@@ -105,26 +106,41 @@ def not_finite(run: RunLog) -> Detection | Skipped | None:
     )
 
 
-def _rate_for(run: RunLog, step: int, size: float) -> Fix:
-    """Fix for updates that have a size, in nats, at a step: the size grows with the square of the rate.
+def _wanted_rate(run: RunLog, step: int, size: float) -> float | None:
+    """Peak learning rate for updates of the usual size, from their size, in nats, at a step; None if unknown.
 
-    The peak is scaled by the wanted factor, so that warm-up and decay stay as they are; where updates are too
-    large during the warm-up, from the rate of that step. In a warm-up that is far from its peak, larger
-    updates need a shorter one.
+    The size grows with the square of the rate. The peak is scaled by the wanted factor, so that warm-up and
+    decay stay as they are; where updates are too large during the warm-up, from the rate of that step.
     """
     rates = run.table.series(_LR)
     rate, peak = rates.values[rates.steps == step], fix.peak_rate(run)
-    factor = (USUAL_UPDATE / size) ** 0.5
-    if factor > 1.0 and fix.is_warming_up(run):
-        return fix.shorter_warm_up(run)
     if not rate.any() or peak is None:
-        return fix.by_hand(f"{'lower' if size > USUAL_UPDATE else 'raise'} the learning rate")
+        return None
+    factor = math.sqrt(USUAL_UPDATE / size)
     # The warm-up goes on after this step, so that the peak itself has to be of this size.
     is_in_warm_up = factor < 1.0 and step < rates.steps[int(np.argmax(rates.values))]
     is_before_peak = fix.is_warming_up(run) or is_in_warm_up
-    wanted = (rate[0] if is_before_peak else peak) * factor
+    return float(rate[0] if is_before_peak else peak) * factor
+
+
+def _rate_for(run: RunLog, sizes: Series) -> Fix:
+    """Fix for updates of these sizes, in nats.
+
+    A policy that the first large update has destroyed hardly moves at any rate, so the step that asks for
+    the lowest rate decides. In a warm-up that is far from its peak, larger updates need a shorter one.
+    """
+    largest = float(sizes.values.max())
+    if largest < USUAL_UPDATE and fix.is_warming_up(run):
+        return fix.shorter_warm_up(run)
+    wanted = [
+        _wanted_rate(run, int(step), float(size))
+        for step, size in zip(sizes.steps, sizes.values, strict=True)
+    ]
+    known = [rate for rate in wanted if rate is not None]
+    if not known:
+        return fix.by_hand(f"{'lower' if largest > USUAL_UPDATE else 'raise'} the learning rate")
     why = f"for updates of about {USUAL_UPDATE:g} nats per batch: they grow with the square of the rate"
-    return fix.change(f"actor.lr={wanted:.2g}", why=why)
+    return fix.change(f"actor.lr={min(known):.2g}", why=why)
 
 
 @Rule(
@@ -151,11 +167,13 @@ def large_updates(run: RunLog) -> Detection | Skipped | None:
     if not reached:
         return None
     first = int(np.argmax(lasting > LARGE_UPDATE[0][1]))
-    most = first + int(np.argmax(sizes[first : first + th.WINDOW]))
+    window = slice(first, first + th.WINDOW)
+    most = first + int(np.argmax(sizes[window]))
+    large = sizes[window] >= min(sizes[most], LARGE_UPDATE[0][1])
     size, step = float(sizes[most]), int(series.steps[most])
     message = f"the updates on one batch move the policy by {size:.2g} nats per token in step {step:,}"
     seen = replace(_update_seen(series, most), metric=key)
-    fixes = (_rate_for(run, step, size), fix.FIND_THE_CAUSE)
+    fixes = (_rate_for(run, Series(series.steps[window][large], sizes[window][large])), fix.FIND_THE_CAUSE)
     return Detection(reached[-1], message, (seen,), fixes=fixes, since=int(series.steps[first]))
 
 
@@ -209,11 +227,11 @@ def small_updates(run: RunLog) -> Detection | Skipped | None:
     if not moved or len(series) < th.MOVE_STEPS or not len(norm):
         return Skipped("no metric shows how far the updates of a batch move the policy")
     most = int(np.argmax(series.values))
-    size, step = float(series.values[most]), int(series.steps[most])
+    size = float(series.values[most])
     if not 0.0 < size < TINY_UPDATE or not np.median(norm) or run.has_gained or run.has_learned:
         return None
     message = f"the updates hardly move the policy: by {size:.1g} nats per token and batch at most"
-    fixes = (_rate_for(run, step, size),)
+    fixes = (_rate_for(run, Series(series.steps[most : most + 1], series.values[most : most + 1])),)
     return Detection(
         "warning", message, (_update_seen(series, most),), fixes=fixes, since=int(series.steps[0])
     )

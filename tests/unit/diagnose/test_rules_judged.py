@@ -233,3 +233,14 @@ def test_updates_that_are_too_large_in_a_warm_up_lower_the_peak_below_the_rate_o
     changed = settings(examine(run_log(rows, "actor.lr=1e-1", "actor.lr_warmup_steps=20")), "large-updates")
     assert float(changed["actor.lr"]) < most
     assert float(changed["actor.lr"]) < rates[at] * 0.2
+
+
+def test_a_policy_that_a_first_update_destroyed_does_not_raise_the_rate_that_is_advised():
+    """Sizes of a run at a hundred times the right rate, 8e-4: only the first update is of a whole policy."""
+    rates = [1.6e-2, 3.2e-2, 4.8e-2, 6.4e-2, 8e-2] + [8e-2] * 35
+    sizes = [1.12, 0.13, 0.16, 0.18, 0.12, 2.2, 0.01, 0.007] + [1e-4] * 32
+    rows = healthy_rows(40)
+    for row, rate, size in zip(rows, rates, sizes, strict=True):
+        row |= {"actor/lr": rate, K3: size, SCORE: 0.0}
+    changed = settings(examine(run_log(rows, "actor.lr=8e-2", "actor.lr_warmup_steps=10")), "large-updates")
+    assert float(changed["actor.lr"]) == pytest.approx(8e-4, rel=0.2)

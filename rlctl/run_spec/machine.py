@@ -18,6 +18,12 @@ GIB = 2**30
 #: Name of the machine that the command runs on.
 THIS_MACHINE = "this machine"
 _CGROUP_LIMITS = (Path("/sys/fs/cgroup/memory.max"), Path("/sys/fs/cgroup/memory/memory.limit_in_bytes"))
+#: Memory in use of this process's control group, and its parts, under versions 2 and 1.
+_CGROUP_USES = (
+    Path("/sys/fs/cgroup/memory.current"),
+    Path("/sys/fs/cgroup/memory/memory.usage_in_bytes"),
+)
+_CGROUP_PARTS = (Path("/sys/fs/cgroup/memory.stat"), Path("/sys/fs/cgroup/memory/memory.stat"))
 #: NVIDIA GPUs support bf16 from this compute capability on (Ampere).
 _BF16_CAPABILITY = 8.0
 #: Flags of CPUs with bf16 arithmetic; without one of them torch emulates it, many times slower than fp32.
@@ -132,6 +138,23 @@ def this_machine() -> Machine:
     host_bandwidth = 60e9 * max(1, count // 2)
     sizes = (gpu_bytes, host, shm_bytes)
     return Machine(THIS_MACHINE, model, count, 1, *sizes, *speeds, network, host_bandwidth)
+
+
+def free_host_bytes() -> float:
+    """Host memory that processes can still take: of this machine, or of the container if less is left."""
+    import psutil
+
+    free = [float(psutil.virtual_memory().available)]
+    for limit, use, parts in zip(_CGROUP_LIMITS, _CGROUP_USES, _CGROUP_PARTS, strict=True):
+        texts = [path.read_text() if path.is_file() else "" for path in (limit, use, parts)]
+        most, used = (text.strip() for text in texts[:2])
+        if most.isdecimal() and used.isdecimal():
+            sizes = dict(line.split() for line in texts[2].splitlines())
+            # Pages of files can be given up, but not those in /dev/shm.
+            cached = float(sizes.get("file", sizes.get("total_cache", 0)))
+            shared = float(sizes.get("shmem", sizes.get("total_shmem", 0)))
+            free.append(float(most) - float(used) + cached - shared)
+    return min(free)
 
 
 def gpu_speeds(model: str) -> tuple[float, float, float, float] | None:

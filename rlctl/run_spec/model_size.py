@@ -28,6 +28,10 @@ _EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts")
 _EXPERTS_PER_TOKEN = ("num_experts_per_tok", "top_k_experts")
 #: Bytes per trained parameter with AdamW: two moments and the parameter, in float32.
 _TRAINED = 12
+#: Bytes of a checkpoint from which it is written during training, unless the spec says otherwise.
+BACKGROUND_BYTES = 2**30
+#: Free host memory that this needs, in sizes of a checkpoint: its copy, and what is copied at the moment.
+COPY_FACTOR = 1.5
 #: Maximum bytes of the header of a safetensors file, as its format says.
 _MAX_HEADER_BYTES = 100_000_000
 

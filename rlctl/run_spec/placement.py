@@ -21,7 +21,7 @@ from rlctl.run_spec.memory import (
     memory_parts,
     memory_total,
 )
-from rlctl.run_spec.model_size import ModelSize
+from rlctl.run_spec.model_size import BACKGROUND_BYTES, COPY_FACTOR, ModelSize, checkpoint_bytes
 from rlctl.run_spec.run_spec import RunSpec
 from rlctl.run_spec.step_time import CPU_RATES, GPU_RATES, Seconds, StepWork
 
@@ -42,6 +42,10 @@ _WHOLE = "whole step"
 _SLOW_STEP_S = 600
 #: Phases of host memory that is not held for the whole run.
 _LOADING, _SAVING, _TRAINING = "load", "save", "train"
+#: Name of the link between GPUs of a node.
+_IN_NODE = "GPU to GPU"
+#: Name of the part of host memory from which a checkpoint is written during training.
+_COPY = "copy of a checkpoint"
 
 
 @dataclass(frozen=True, slots=True)
@@ -112,7 +116,36 @@ class Placement:
     @cached_property
     def host_parts(self) -> list[MemoryPart]:
         """Host memory parts of one node; without GPUs, excluding the parts that `gpu_parts` contains."""
-        return [item for item in self._host_parts() if item.num_bytes is None or item.num_bytes > 0]
+        parts = [item for item in self._host_parts() if item.num_bytes is None or item.num_bytes > 0]
+        if self._saves_in_background and self._has_room_for_copy(parts):
+            parts.append(MemoryPart(_COPY, self._checkpoint_share(), note="while it is written to disk"))
+        return parts
+
+    @property
+    def _saves_in_background(self) -> bool:
+        """Whether checkpoints are written during training, if the host's memory suffices."""
+        wish, size = self.spec.trainer.save_in_background, self._checkpoint_bytes
+        return size > 0 and (size >= BACKGROUND_BYTES if wish is None else wish)
+
+    @cached_property
+    def _checkpoint_bytes(self) -> int:
+        return checkpoint_bytes(self.spec) or 0
+
+    def _checkpoint_share(self) -> float:
+        """Bytes of a checkpoint that the ranks of one node write."""
+        return self._checkpoint_bytes / self.spec.trainer.nnodes
+
+    def _has_room_for_copy(self, parts: list[MemoryPart]) -> bool:
+        """Whether a node's memory holds a copy of its part of a checkpoint besides `parts`."""
+        held = memory_total(self._on_this_host(parts))
+        return held + COPY_FACTOR * self._checkpoint_share() <= self.machine.host_bytes
+
+    def _on_this_host(self, parts: list[MemoryPart]) -> list[MemoryPart]:
+        """`parts`, and those of the ranks if these compute on the CPU."""
+        if self.machine.gpus:
+            return parts
+        sizes = [(item, self.ranks * (item.num_bytes or 0.0)) for item in self.gpu_parts]
+        return [*parts, *(replace(part, num_bytes=size) for part, size in sizes)]
 
     def shared_peak(self) -> float:
         """Bytes in `/dev/shm` per node."""
@@ -220,7 +253,8 @@ class Placement:
     def stages(self) -> list[Stage]:
         """Load, engine, partition, generate, score, update, step and sync, in this order."""
         spec, whole = self.spec, self.whole
-        crossing = "network" if spec.trainer.nnodes > 1 else "GPU to GPU"
+        crossing = "network" if spec.trainer.nnodes > 1 else _IN_NODE
+        inside = _IN_NODE if self.work.gathers_in_node else crossing  # among ranks that share the weights
         copy, base = self.sampling * self.keeps_copy, whole * spec.engine.offload_base
         offload = 6.0 / self.width * whole / spec.world_size * (spec.engine.offload != "none")
         always, generation = self.gpu_peak(), self.gpu_peak("generation")
@@ -234,6 +268,8 @@ class Placement:
             "broadcast to servers": whole * self.broadcasts_weights,
             "files": whole * self.writes_weights,
         }
+        updated = {crossing: self.work.exchanged_beyond_group}
+        updated[inside] = updated.get(inside, 0.0) + self.work.exchanged_in_group
         rows: list[tuple[str, float, str, dict[str, float]]] = [
             ("load", 0.0, _LOADING, {"disk": whole}),
             ("engine", started, _LOADING, {}),
@@ -243,9 +279,9 @@ class Placement:
                 "score",
                 memory_total(scoring, ("head", "layers")),
                 _TRAINING,
-                {"host to GPU": base, crossing: self.work.scoring_passes * self.work.gathered},
+                {"host to GPU": base, inside: self.work.scoring_passes * self.work.gathered},
             ),
-            ("update", update, _TRAINING, {crossing: self.work.exchanged}),
+            ("update", update, _TRAINING, updated),
             ("step", self.gpu_peak("step", "critic's step"), _TRAINING, {"host to GPU": offload}),
             ("sync", generation, _SAVING, synced),
         ]
@@ -363,6 +399,8 @@ class Placement:
         if engine.name == "deepspeed" and engine.offload == "none":
             for lower in range(1, self.stage):
                 yield change("engine", "passes do not gather the weights", zero_stage=lower)
+        if self.work.gathered and engine.shard_size is None and spec.trainer.nnodes > 1 and self.ranks > 1:
+            yield change("engine", "weights are gathered within a node", shard_size=self.ranks)
         if not has_no_mask(model.attn_implementation):
             yield change(
                 "model", "attention without a mask, over each sequence alone", attn_implementation="varlen"
@@ -403,12 +441,15 @@ class Placement:
         if machine.gpus:
             yield from self._gpu_problems()
             yield from self._slow_step()
-        parts, shared = self.host_parts, self.shared_peak()
+        parts, shared = self._on_this_host(self.host_parts), self.shared_peak()
         key, fix = "engine.offload", "use more nodes or ranks, or offload less"
         if not machine.gpus:  # the ranks are in host memory
             key, fix = "model.path", "use a smaller model, lora_rank, shorter responses, or a GPU"
-            sizes = [(item, self.ranks * (item.num_bytes or 0.0)) for item in self.gpu_parts]
-            parts = [*parts, *(replace(part, num_bytes=size) for part, size in sizes)]
+        has_copy = any(part.name == _COPY for part in self.host_parts)
+        if spec.trainer.save_in_background and self._saves_in_background and not has_copy:
+            message = f"a node's memory has no room for a copy of {gib(self._checkpoint_share())}"
+            message += ", so training waits while checkpoints are written"
+            yield Problem("warning", "trainer.save_in_background", message, "use more nodes, or set it false")
         host = memory_total(parts)
         if host > machine.host_bytes:
             largest = sorted(parts, key=lambda part: -(part.num_bytes or 0.0))[:3]

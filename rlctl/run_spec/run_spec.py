@@ -132,6 +132,10 @@ class TrainerSpec(Section):
     """Number of batches at the start that train only the critic."""
     max_ckpt_to_keep: Annotated[int | None, NullWord] = Field(default=2, ge=1)
     """Number of newest checkpoints to keep, in addition to the best; null: all."""
+    save_in_background: Annotated[bool | None, NullWord] = None
+    """Copy the state to the host's memory and write the checkpoint while training goes on; null: if it has at
+    least 1 GiB. Where the memory does not suffice, training waits, and the run says so. The last one is
+    waited for."""
     hang_timeout: Duration = "20min"
     """End the run if no rank makes progress for this long; the error names the rank that is waited for and
     the file with the stacks of all threads. A warning is printed after a twentieth of this time."""
@@ -264,6 +268,11 @@ class RunSpec(Section):
     def has_rollout_servers(self) -> bool:
         """Whether rollout engines run in separate processes."""
         return self.rollout.mode == "server" and "server" in self.rollout_engine.modes
+
+    @property
+    def samples_in_ranks_with_vllm(self) -> bool:
+        """Whether each rank has an engine of vLLM in its process, or a part of one."""
+        return self.rollout.name == "vllm" and not self.has_rollout_servers
 
     @property
     def is_on_one_machine(self) -> bool:

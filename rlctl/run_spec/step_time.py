@@ -186,9 +186,50 @@ class StepWork:
         return self.trained * (1 + spec.trains_critic) * (sums + collected)
 
     @property
-    def exchanged(self) -> float:
-        """Bytes that a GPU sends to others in the updates."""
-        return self.update_passes * self.gathered + self.reduced
+    def _group(self) -> int | None:
+        """Number of ranks that gather weights among themselves, if these are not all."""
+        size = self.spec.engine.shard_size
+        return size if size and size < self.spec.world_size and self.gathered else None
+
+    @property
+    def _sums_in_group(self) -> bool:
+        """Whether gradients are summed within a group first, as FSDP2 does; DeepSpeed sums over all ranks."""
+        return self._group is not None and self.spec.engine.name == "fsdp"
+
+    @property
+    def gathers_in_node(self) -> bool:
+        """Whether weights are gathered within a node, on several."""
+        return self._group is not None and self.spec.trainer.n_gpus_per_node % self._group == 0
+
+    @property
+    def exchanged_in_group(self) -> float:
+        """Bytes that a GPU sends to others of its group in the updates, of these groups or of all ranks."""
+        return self.update_passes * self.gathered + (
+            self.reduced if self._sums_in_group or not self._group else 0.0
+        )
+
+    @property
+    def exchanged_beyond_group(self) -> float:
+        """Bytes that a GPU sends beyond its group in the updates; 0 without `engine.shard_size`."""
+        if not self._group:
+            return 0.0
+        return self._summed_between if self._sums_in_group else self._refreshed + self.reduced
+
+    @property
+    def _summed_between(self) -> float:
+        """Bytes to sum a rank's shard of the gradients over the groups, which moves it twice."""
+        return 2 * self.reduced / self._group if self._group and self._sums_in_group else 0.0
+
+    @property
+    def _refreshed(self) -> float:
+        """Bytes of updated weights that DeepSpeed gathers over all ranks, once after each optimizer step.
+
+        Afterwards it has a copy in each group, and frozen weights stay there (`invalidate_secondary_tensor`).
+        """
+        if not self._group or self._sums_in_group:
+            return 0.0
+        width, models = self.spec.engine.width, 1 + self.spec.trains_critic
+        return self.spec.updates_per_batch * self.trained * width * models
 
     def _forward_seconds(self, shape: Shape, parameters: int, rates: Rates) -> float:
         """Arithmetic of a forward pass over the batch.
@@ -217,6 +258,19 @@ class StepWork:
         if self.spec.trainer.nnodes > 1:
             link = min(link, machine.network * max(1, self.spec.trainer.n_gpus_per_node))
         return link * rates.collectives
+
+    def _group_link(self, rates: Rates) -> float:
+        """Bytes/s of collectives among the ranks that gather weights together."""
+        return self.machine.link * rates.collectives if self.gathers_in_node else self._link(rates)
+
+    def _exchange_seconds(self, rates: Rates) -> float:
+        """Seconds of what is exchanged in the updates besides the weights gathered in a group."""
+        if not self._sums_in_group:
+            return (self.reduced + self._refreshed) / self._link(rates)
+        machine, between = self.machine, self.machine.link
+        if self.spec.trainer.nnodes > 1:  # each rank of a node by its own network card
+            between = min(between, machine.network)
+        return self.reduced / self._group_link(rates) + self._summed_between / (between * rates.collectives)
 
     # --- sampling ---------------------------------------------------------------------------------
 
@@ -326,9 +380,9 @@ class StepWork:
         spec, shape, parameters = self.spec, self.size.shape, self.size.num_parameters
         if shape is None or parameters is None or not self.machine.knows_speed:
             return {}
-        machine, link = self.machine, self._link(rates)
+        machine = self.machine
         read = (self.size.num_trainable or parameters) - self.size.num_idle
-        passing = max(self._forward_seconds(shape, read, rates), self.gathered / link)
+        passing = max(self._forward_seconds(shape, read, rates), self.gathered / self._group_link(rates))
         shard = self.trained / spec.world_size
         per_step = _STEP_BYTES * shard / (machine.gpu_bandwidth * rates.bandwidth)
         if spec.engine.offload != "none" and machine.gpus:
@@ -337,7 +391,7 @@ class StepWork:
         figures = {
             "generate": self.generation(shape, rates),
             "score": self.scoring_passes * passing,
-            "update": self.update_passes * passing + self.reduced / link,
+            "update": self.update_passes * passing + self._exchange_seconds(rates),
             "step": spec.updates_per_batch * (per_step + rates.optimizer_step) * (1 + spec.trains_critic),
             "sync": self._sync(shape, rates),
         }
@@ -347,9 +401,8 @@ class StepWork:
         """Seconds until the rollout engine samples with new weights, and to wake it and put it to sleep."""
         spec, machine = self.spec, self.machine
         sampling = (self.size.num_parameters or 0) * spec.rollout_width / self._engine_gpus
-        seconds = 2 * sampling / machine.gpu_bandwidth + (
-            self.whole / self._link(rates) if self.gathered else 0.0
-        )
+        link = self._group_link(rates) if self._sums_in_group else self._link(rates)
+        seconds = 2 * sampling / machine.gpu_bandwidth + (self.whole / link if self.gathered else 0.0)
         if spec.syncs_adapter:
             seconds = self.trained * spec.engine.width / machine.gpu_bandwidth
         elif spec.has_rollout_servers:

@@ -606,3 +606,36 @@ def test_a_gpu_that_is_not_in_the_table_has_no_seconds() -> None:
     assert {stage.seconds for stage in placement.stages()} == {None}
     assert max(stage.gpu for stage in placement.stages()) > 0
     assert not slow_steps(placement)
+
+
+def test_the_copy_from_which_a_checkpoint_is_written_is_host_memory_where_it_fits() -> None:
+    name, key = "copy of a checkpoint", "trainer.save_in_background"
+    roomy = place("8xh100")
+    whole = checkpoint_bytes(roomy.spec)
+    assert whole
+    assert host(roomy)[name] == whole
+    assert host(place("2x8h100", "trainer.nnodes=2"))[name] == whole / 2
+    assert name not in host(place("8xh100", f"{key}=false"))
+    small = replace(MACHINES["8xh100"], host_bytes=roomy.machine.host_bytes / 20)
+    tight = place(small)
+    assert name not in host(tight)  # training waits for the files
+    assert key not in {problem.key for problem in tight.problems()}
+    [warning] = [problem for problem in place(small, f"{key}=true").problems() if problem.key == key]
+    assert warning.severity == "warning"
+    assert "training waits while checkpoints are written" in warning.what
+    assert not [problem for problem in place("8xh100", f"{key}=true").problems() if problem.key == key]
+
+
+def test_memory_that_the_container_lacks_is_not_free(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    files = [tmp_path / name for name in ("max", "current", "stat")]
+    for name, file in zip(("_CGROUP_LIMITS", "_CGROUP_USES", "_CGROUP_PARTS"), files, strict=True):
+        monkeypatch.setattr(machine_module, name, (file,))
+    of_machine = machine_module.free_host_bytes()  # no control group
+    assert of_machine > 0
+    for file, text in zip(
+        files, ("3000000\n", "2500000\n", "anon 5\nfile 900000\nshmem 100000\n"), strict=True
+    ):
+        file.write_text(text)
+    assert machine_module.free_host_bytes() == 3_000_000 - 2_500_000 + 900_000 - 100_000
+    files[0].write_text("max\n")
+    assert machine_module.free_host_bytes() > 3_000_000

@@ -32,6 +32,7 @@ from rlctl.processes import (
     use_interface,
 )
 from rlctl.run_spec.machine import gpus, gpus_are_hidden
+from rlctl.run_spec.run_spec import RunSpec
 
 _Value = TypeVar("_Value")
 
@@ -43,9 +44,12 @@ _PAUSE_S = 1.0
 _SINGLE_RANK_ENV = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1"}
 #: Environment variable with the file to which NCCL writes; `%p`: its process.
 _NCCL_LOG = "NCCL_DEBUG_FILE"
-#: With 1, vLLM forms the groups of an engine in this process by one split per kind, not one by one (12,290
-#: groups for 1,024 ranks), which needs a group that also has gloo.
+#: With 1, vLLM forms the groups of an engine in this process by one split per kind, not one by one, which
+#: needs a group that also has gloo.
 _SPLITS_GROUPS = "VLLM_DISTRIBUTED_USE_SPLIT_GROUP"
+#: Ranks from which vLLM's groups are split by default: each of the thousands of groups that it would form one
+#: by one waits for all ranks.
+_SPLITS_FROM = 256
 #: Set if a single rank set these variables itself.
 _IS_ALONE = "RLCTL_ALONE"
 
@@ -216,6 +220,32 @@ def join_ranks(
             device_id=device if backend == "nccl" else None,
         )
     return current_ranks(device)
+
+
+def split_groups_of_vllm(spec: RunSpec) -> None:
+    """Has vLLM, in each of many ranks with a GPU, split the ranks into groups; call before `join_ranks`.
+
+    It refuses to do so in a group without a GPU. A value that the user has set stays.
+    """
+    if _forms_many_groups(spec):
+        os.environ.setdefault(_SPLITS_GROUPS, "1")
+
+
+def _forms_many_groups(spec: RunSpec) -> bool:
+    has_many = spec.samples_in_ranks_with_vllm and spec.world_size >= _SPLITS_FROM
+    return has_many and torch.cuda.is_available()
+
+
+def group_notes(spec: RunSpec) -> list[str]:
+    """How vLLM in the ranks forms its groups, if these are many."""
+    if not _forms_many_groups(spec):
+        return []
+    # vLLM 0.32 forms two groups for each rank and each of six kinds of parallelism, and two of all ranks.
+    one_by_one = f"{12 * spec.world_size + 2:,} groups on each rank, one by one"
+    if os.environ.get(_SPLITS_GROUPS) != "1":
+        return [f"warning: vLLM forms {one_by_one}; {_SPLITS_GROUPS}=1 splits the ranks 14 times instead"]
+    note = f"vLLM splits the ranks into groups 14 times ({_SPLITS_GROUPS}=1)"
+    return [f"{note}; with 0 it forms {one_by_one}, which is slow and needs no gloo beside NCCL"]
 
 
 def network_notes() -> list[str]:

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
 from rlctl.capabilities.sections import other_models
-from rlctl.errors import Problem, SpecError, UsageError, failing_together
+from rlctl.engine.checkpoint import parts_of_files
+from rlctl.errors import Problem, RunFailure, SpecError, UsageError, failing_together
 from rlctl.files import sha256_of, write_text
 from rlctl.model_files import LOADED_FILES, hub_commit, model_directory
 from rlctl.run_spec.keys import changes
@@ -26,6 +28,8 @@ if TYPE_CHECKING:
 #: File in a run directory: fingerprints of `files` and `rows` at the run's start.
 INPUTS_FILE = "inputs.json"
 _Part = Literal["files", "rows"]
+#: Bytes above which a file is hashed by one of all ranks.
+_SHARED_FROM = 16 << 20
 
 #: Safe if the learning rate does not depend on the length of the run.
 _LENGTH = frozenset({"trainer.total_epochs", "trainer.total_training_steps"})
@@ -89,11 +93,11 @@ def _fix(key: str) -> str:
 # --- fingerprints of what a resumed run reads again: models, rows, and users' files ------------------
 
 
-def compare_inputs(run_dir: Path, part: _Part, now: Mapping[str, str], *, accepts: bool) -> list[str]:
+def compare_inputs(run_dir: Path, part: _Part, now: Mapping[str, str] | None, *, accepts: bool) -> list[str]:
     """Stores fingerprints; in a resumed run first compares them with those stored.
 
     Args:
-        now: name → fingerprint.
+        now: name → fingerprint; None: not known yet, nothing is done.
         accepts: continue with inputs that have changed.
 
     Returns:
@@ -102,6 +106,8 @@ def compare_inputs(run_dir: Path, part: _Part, now: Mapping[str, str], *, accept
     Raises:
         UsageError: inputs have changed, are new or are missing.
     """
+    if now is None:
+        return []
     recorded = read_mapping(run_dir / INPUTS_FILE)
     before = recorded.get(part, now)
     if not isinstance(before, dict) and before is not now:
@@ -128,6 +134,74 @@ def file_fingerprints(spec: RunSpec) -> dict[str, str]:
     Raises:
         UsageError, EnvironmentFailure: a model cannot be found.
     """
+    commits, files = _listed(spec)
+    return commits | _hashed(files)
+
+
+def hashes_alone(spec: RunSpec) -> bool:
+    """Whether one process hashes all files before the ranks start, with the processors of the only node."""
+    return spec.trainer.nnodes == 1
+
+
+def check_files(spec: RunSpec, run_dir: Path, ranks: Ranks) -> list[str]:
+    """`compare_inputs` of `file_fingerprints`, in which each rank hashes its part; unless `hashes_alone`.
+
+    It is a collective. Weights are read where each rank finds them: on a disk that all nodes share, or in a
+    copy of each node. Small files, and the code of users, are those of the main rank.
+
+    Raises:
+        UsageError, EnvironmentFailure, RunFailure: a resumed run has other files, or a rank cannot read one.
+    """
+    if hashes_alone(spec):
+        return []
+    commits, files, parts = dict[str, str](), dict[str, Path](), list[dict[str, str]]()
+    with failing_together(ranks.first):
+        if ranks.is_main:
+            commits, files = _listed(spec)
+            large = {name: str(file) for name, file in files.items() if file.stat().st_size > _SHARED_FROM}
+            parts = parts_of_files(Path(), dict.fromkeys(large.values(), ""), ranks.world_size)
+    parts = ranks.from_main(parts)
+    digests: dict[str, str] = {}
+    with failing_together(ranks.first), _naming(ranks.rank):
+        digests = _hashed({name: Path(name) for name in parts[ranks.rank]})
+    by_file = dict(ranks.exchange(list(digests.items())))
+    notes: list[str] = []
+    with failing_together(ranks.first):
+        if ranks.is_main:
+            small = _hashed({name: file for name, file in files.items() if str(file) not in by_file})
+            shared = {name: by_file[str(file)] for name, file in files.items() if str(file) in by_file}
+            found = commits | small | shared
+            notes = compare_inputs(run_dir, "files", found, accepts=spec.trainer.accept_changed_inputs)
+    return notes
+
+
+@contextlib.contextmanager
+def _naming(rank: int) -> Iterator[None]:
+    """Context that names the rank which cannot read a file.
+
+    Raises:
+        RunFailure: instead of an `OSError`.
+    """
+    try:
+        yield
+    except OSError as error:
+        message = f"rank {rank} cannot read a file of a model: {error.strerror or error}"
+        fix = "the models must be on a disk that all nodes share, or on each node at the same path"
+        raise RunFailure(message, where=str(error.filename), fix=fix) from error
+
+
+def _hashed(files: Mapping[str, Path]) -> dict[str, str]:
+    """Name → SHA-256."""
+    with ThreadPoolExecutor() as threads:  # hashing releases the interpreter's lock
+        return dict(zip(files, threads.map(sha256_of, files.values()), strict=True))
+
+
+def _listed(spec: RunSpec) -> tuple[dict[str, str], dict[str, Path]]:
+    """Commits of models on the hub, and files of other models and of users' code, by name.
+
+    Raises:
+        UsageError, EnvironmentFailure: a model cannot be found.
+    """
     others = other_models(spec) | {"reward.model.path": spec.reward.model.path}
     models = {"model.path": spec.model.path} | others
     found: dict[str, str] = {}
@@ -145,8 +219,7 @@ def file_fingerprints(spec: RunSpec) -> dict[str, str]:
             for pattern in LOADED_FILES
             for file in directory.glob(pattern)
         }
-    with ThreadPoolExecutor() as threads:  # hashing releases the interpreter's lock
-        return found | dict(zip(files, threads.map(sha256_of, files.values()), strict=True))
+    return found, files
 
 
 def check_rows(

@@ -16,7 +16,7 @@ from rlctl.data.mixture import MixedSource
 from rlctl.data.prompts import PromptDataset
 from rlctl.data.read import load_rows
 from rlctl.data.schema import Row
-from rlctl.engine.ranks import Ranks, network_notes
+from rlctl.engine.ranks import Ranks, group_notes, network_notes
 from rlctl.environment.build import EpisodeSource
 from rlctl.prepare.findings import placeholder_notes
 from rlctl.prepare.needs import check_needs
@@ -33,7 +33,7 @@ from rlctl.track.tracker import Tracker, build_tracker
 from rlctl.train.history import History
 from rlctl.train.models import build_models, policy_tokenizer
 from rlctl.train.preflight import LocalSources, local_sources, num_batches, record_files
-from rlctl.train.resume import check_rows
+from rlctl.train.resume import check_files, check_rows
 from rlctl.train.run import Run
 from rlctl.train.sample_and_grade import sample_groups
 from rlctl.train.saving import restore
@@ -67,7 +67,7 @@ def build(
     episodes = stack.enter_context(contextlib.closing(EpisodeSource.of(spec, tokenizer)))
     train_prompts, val_prompts = _prompts(spec, sources, tokenizer, episodes)
     prompts = {"data.train_files": train_prompts, "data.val_files": val_prompts}
-    changes = check_rows(spec, prompts, run_dir, ranks)
+    changes = [*check_rows(spec, prompts, run_dir, ranks), *check_files(spec, run_dir, ranks)]
     train_prompts.check_batch_size(spec.data.train_batch_size)
     if ranks.is_main and not resume:
         record_files(run_dir, sources)
@@ -127,7 +127,7 @@ def build(
         )
     if run.rollout_writer:
         stack.callback(run.rollout_writer.flush)
-    notes += [*changes, *network_notes()]
+    notes += [*changes, *network_notes(), *group_notes(spec)]
     if count := train_prompts.num_dropped:
         limit = f"data.max_prompt_length = {spec.data.max_prompt_length}"
         notes.append(f"training prompts of more than {limit} tokens are excluded: {count:,}")

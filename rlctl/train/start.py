@@ -39,7 +39,7 @@ from rlctl.track.run_dir import EARLIER, RunDir, claim_default_path, is_in_use, 
 from rlctl.track.trust import sign, values_of
 from rlctl.train.open_files import allow_open_files
 from rlctl.train.preflight import check_trackers, local_sources, masked_values
-from rlctl.train.resume import compare_inputs, file_fingerprints, refuse_unsafe
+from rlctl.train.resume import compare_inputs, file_fingerprints, hashes_alone, refuse_unsafe
 from rlctl.train.stop import Watchdog, catching_signals, end_process
 from rlctl.user_code import COMMANDS, absolute_command, absolute_name, files_of, split_names
 
@@ -103,7 +103,7 @@ def start_run(
         lines = [f"changed: {line}" for line in changes_of(run_dir, spec)]
     if not spec.is_embedded:
         spec = _updated(spec, "model", revision=hub_commit(spec.model.path, spec.model.revision))
-    inputs = file_fingerprints(spec)
+    inputs = file_fingerprints(spec) if hashes_alone(spec) else None
     with open_run_dir(run_dir, resume=resume is not None, is_lost=_has_no_checkpoint) as opened:
         lines += [] if resume else _set_aside(opened)
         lines += compare_inputs(run_dir, "files", inputs, accepts=spec.trainer.accept_changed_inputs)
@@ -248,7 +248,13 @@ def run_rank(
     ):
         stop.at_once = spec.world_size > 1  # otherwise a rank may wait for one that the signal ended
         startup.phase("importing torch, transformers and DeepSpeed")
-        from rlctl.engine.ranks import clear_single_rank_env, join_ranks, leave_ranks, missing_ranks
+        from rlctl.engine.ranks import (
+            clear_single_rank_env,
+            join_ranks,
+            leave_ranks,
+            missing_ranks,
+            split_groups_of_vllm,
+        )
         from rlctl.train.loop import train
         from rlctl.train.saving import write_summary
         from rlctl.train.setup import build
@@ -259,6 +265,7 @@ def run_rank(
             with missing_ranks():
                 if spec.world_size > 1:
                     startup.phase(f"waiting for all {spec.world_size} ranks")
+                split_groups_of_vllm(spec)
                 ranks = join_ranks(timeout, on_loopback=spec.is_on_one_machine, first=first)
                 stop.at_once = False
                 spec = _as_on_main(spec, ranks)

@@ -22,6 +22,7 @@ from rlctl.engine.ranks import Ranks, join_ranks, leave_ranks, missing_ranks, ne
 from rlctl.errors import EnvironmentFailure, LostRank, UsageError
 from rlctl.processes import progress, use_interface
 from rlctl.rollout.vllm import _not_started
+from rlctl.run_spec.run_spec import RunSpec
 from tests.processes import Job
 
 
@@ -153,6 +154,35 @@ def test_a_group_of_gpus_is_bound_to_its_device(
     join_ranks()
     assert (given["backend"], given["device_id"]) == (backend, torch.device("cuda", 1))
     assert (given["rank"], given["world_size"]) == (5, 8)
+
+
+def test_vllm_in_hundreds_of_ranks_splits_them_into_groups(monkeypatch: pytest.MonkeyPatch) -> None:
+    name = "VLLM_DISTRIBUTED_USE_SPLIT_GROUP"
+    monkeypatch.setenv(name, "0")
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+
+    def run_of(nodes: int, **rollout: str) -> RunSpec:
+        trainer = {"nnodes": nodes, "n_gpus_per_node": 8}
+        return RunSpec.model_validate({"trainer": trainer, "rollout": {"name": "vllm"} | rollout})
+
+    ranks.split_groups_of_vllm(run_of(128))
+    assert os.environ[name] == "0"  # the user's choice
+    [warning] = ranks.group_notes(run_of(128))
+    assert warning.startswith("warning: vLLM forms 12,290 groups on each rank, one by one")
+    monkeypatch.delenv(name)
+    for other in (run_of(8), run_of(128, mode="server"), run_of(128, name="hf")):
+        ranks.split_groups_of_vllm(other)
+        assert name not in os.environ
+        assert ranks.group_notes(other) == []
+    ranks.split_groups_of_vllm(run_of(32))
+    assert os.environ[name] == "1"
+    [note] = ranks.group_notes(run_of(32))
+    assert f"14 times ({name}=1); with 0 it forms 3,074 groups" in note
+    monkeypatch.delenv(name)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    ranks.split_groups_of_vllm(run_of(128))  # vLLM would refuse to split them
+    assert name not in os.environ
+    assert ranks.group_notes(run_of(128)) == []
 
 
 def test_ranks_wait_without_limit_for_what_rank_0_does_first(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import errno
+import json
 import shutil
 from collections.abc import Callable
 from dataclasses import replace
@@ -13,11 +15,15 @@ import pytest
 from rlctl.data.prompts import PromptDataset
 from rlctl.data.schema import Message, Row
 from rlctl.errors import UsageError
+from rlctl.files import sha256_of
 from rlctl.run_spec.run_spec import RunSpec
-from rlctl.train.resume import compare_inputs, file_fingerprints
+from rlctl.train import resume
+from rlctl.train.resume import check_files, compare_inputs, file_fingerprints
 from tests.own_model import save_tiny_qwen2
 from tests.unit.rollout.test_hf_rollout import TOKENIZER
+from tests.unit.train.test_verified_together import Threads
 
+TWO_NODES: dict[str, Any] = {"trainer": {"nnodes": 2, "n_gpus_per_node": 2}}
 ROWS = [Row("s", (Message("user", f"{i}"),), str(i), extra={"a": i}) for i in range(3)]
 
 
@@ -106,6 +112,53 @@ def test_a_changed_file_is_refused_by_name_or_accepted(
     (line,) = compare_inputs(tmp_path, "files", now, accepts=True)
     assert named in line
     assert compare_inputs(tmp_path, "files", now, accepts=False) == []
+
+
+def test_ranks_on_several_nodes_hash_the_weights_together(
+    inputs: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    root = Path(shutil.copytree(inputs, tmp_path / "inputs"))
+    for name in ("one", "two", "three", "four"):
+        (root / f"policy/{name}.safetensors").write_bytes(name.encode() * 1000)
+    paths: dict[str, Any] = {"model": {"path": f"{root}/policy"}, "ref": {"path": f"{root}/reference"}}
+    spec = RunSpec.model_validate(paths | {"reward": {"name": f"{root}/mine/reward.py:score"}, **TWO_NODES})
+    monkeypatch.setattr(resume, "_SHARED_FROM", 2000)
+    alone = file_fingerprints(spec)
+    hashed: list[str] = []
+
+    def counted(path: Path) -> str:
+        hashed.append(str(path))
+        return sha256_of(path)
+
+    monkeypatch.setattr(resume, "sha256_of", counted)
+    assert Threads(4).run(lambda ranks: check_files(spec, tmp_path, ranks)) == [[]] * 4
+    assert len(hashed) == len(set(hashed)) == len(alone)
+    assert json.loads((tmp_path / "inputs.json").read_text())["files"] == alone
+    append(root / "policy/two.safetensors")
+    failures = Threads(4).run(lambda ranks: check_files(spec, tmp_path, ranks))
+    assert all("two.safetensors" in str(failure) for failure in failures), failures
+
+    def unreadable(path: Path) -> str:
+        if path.name == "three.safetensors":
+            raise FileNotFoundError(errno.ENOENT, "No such file or directory", str(path))
+        return sha256_of(path)
+
+    monkeypatch.setattr(resume, "sha256_of", unreadable)
+    failures = Threads(4).run(lambda ranks: check_files(spec, tmp_path, ranks))
+    words = "cannot read a file of a model: No such file"
+    assert all(words in str(failure) for failure in failures), failures
+
+
+def test_each_rank_reads_its_part_of_the_weights(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for number in range(8):
+        (tmp_path / f"model-{number}.safetensors").write_bytes(b"w" * 3000)
+    (tmp_path / "config.json").write_text("{}")
+    spec = RunSpec.model_validate({"model": {"path": str(tmp_path)}, **TWO_NODES})
+    monkeypatch.setattr(resume, "_SHARED_FROM", 2000)
+    given = []
+    monkeypatch.setattr(resume, "_hashed", lambda files: given.append(len(files)) or dict.fromkeys(files, ""))
+    Threads(4).run(lambda ranks: check_files(spec, tmp_path, ranks))
+    assert sorted(given) == [1, 2, 2, 2, 2]  # the first is that of the main rank, the small file
 
 
 def test_a_model_on_the_hub_is_its_commit(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -63,18 +63,45 @@ def kill_in_save(step: int, moment: str) -> None:
         from rlctl.engine.fsdp import FsdpEngine
 
         def killed_in(original_save):
-            def save(self, directory):
+            def save(self, directory, files=None):
                 if now[0] == step:  # only half of the bytes are written
                     original_save(self, directory)
                     for path in filter(Path.is_file, directory.rglob("*")):
                         os.truncate(path, path.stat().st_size // 2)
                     os.kill(os.getpid(), signal.SIGKILL)
-                return original_save(self, directory)
+                return original_save(self, directory, files)
 
             return save
 
         for engine in (DeepSpeedEngine, FsdpEngine):
             engine.save = killed_in(engine.save)
+
+
+def kill_in_background(step: int) -> None:
+    """SIGKILL while a thread writes `step`: the next one is logged, and each file has half of its bytes."""
+    import threading
+
+    from rlctl.track.jsonl import JsonlSink
+    from rlctl.train.background import HeldCheckpoint
+
+    original_log, original_write = JsonlSink.log, HeldCheckpoint.write
+    has_logged_next = threading.Event()
+
+    def log(self, number, metrics):
+        original_log(self, number, metrics)
+        if number == step + 1:
+            has_logged_next.set()
+
+    def write(self):
+        written = original_write(self)
+        if self.state.step == step:
+            has_logged_next.wait(120)
+            for path in filter(Path.is_file, self.partial.rglob("*")):
+                os.truncate(path, path.stat().st_size // 2)
+            os.kill(os.getpid(), signal.SIGKILL)
+        return written
+
+    JsonlSink.log, HeldCheckpoint.write = log, write
 
 
 def share_exports(kill_at: int = 0, whom: str = "") -> None:
@@ -115,7 +142,7 @@ def share_exports(kill_at: int = 0, whom: str = "") -> None:
         os.truncate(shard, shard.stat().st_size // 2)
         os.killpg(group, signal.SIGKILL) if whom == "all" else os.kill(os.getpid(), signal.SIGKILL)
 
-    def join(main, saved, metadata, directory):
+    def join(main, saved, metadata, directory, **how):
         if is_now(directory) and whom == "joining":
             rename = Path.rename
 
@@ -124,7 +151,7 @@ def share_exports(kill_at: int = 0, whom: str = "") -> None:
                 os.kill(os.getpid(), signal.SIGKILL)
 
             Path.rename = once
-        original_join(main, saved, metadata, directory)
+        original_join(main, saved, metadata, directory, **how)
 
     PreTrainedModel.save_pretrained, model._join_parts = save_pretrained, join
 

@@ -25,7 +25,6 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from rlctl.batch import ModelInputs
-from rlctl.engine.checkpoint import hash_and_sync
 from rlctl.engine.deepspeed_setup import (
     Settings,
     deepspeed_config,
@@ -43,6 +42,7 @@ from rlctl.engine.policy_engine import Engine, FrozenModule, PolicyEngine, Value
 from rlctl.engine.protocol import StepResult
 from rlctl.engine.ranks import Ranks
 from rlctl.engine.sequence_parallel import SequenceParallel
+from rlctl.engine.state_files import StateFiles
 from rlctl.errors import RunFailure, UsageError, in_words
 from rlctl.processes import environment_without_ranks, import_path
 from rlctl.run_files import remove
@@ -214,25 +214,25 @@ class _Engine(Engine):
             yield
             self._engine.optimizer.custom_loss_scaler = False
 
-    def save(self, directory: Path) -> dict[str, str]:
-        """Writes weights, optimizer states and counters (all ranks).
+    @property
+    def holds_state(self) -> bool:
+        """See `TrainedModule.holds_state`."""
+        return type(self._engine.checkpoint_engine) is (
+            self._deepspeed.runtime.checkpoint_engine.TorchCheckpointEngine
+        )
 
-        Returns:
-            File below `directory` → its SHA-256, for the files that this rank wrote.
-        """
-        digests: dict[str, str] = {}
+    def save(self, directory: Path, files: StateFiles | None = None) -> None:
+        """Writes weights, optimizer states and counters (all ranks); see `TrainedModule.save`."""
+        files = files or StateFiles()
 
         def save(state_dict: Any, path: str) -> None:  # DeepSpeed passes keyword arguments
-            with Path(path).open("wb") as file:  # a full disk is then Python's error, which says so
+            with files.open(Path(path)) as file:
                 torch.save(state_dict, file)
-            digests[os.path.relpath(path, directory)] = hash_and_sync(Path(path))
 
         with _quiet():
-            files = self._engine.checkpoint_engine
-            if type(files) is self._deepspeed.runtime.checkpoint_engine.TorchCheckpointEngine:
-                files.save = save
+            if self.holds_state:
+                self._engine.checkpoint_engine.save = save
             self._engine.save_checkpoint(str(directory), tag=_STATE, save_latest=False)
-        return digests
 
     def load(self, directory: Path) -> None:
         """Restores what `save` wrote, on any number of ranks (all ranks).

@@ -8,16 +8,19 @@ A state is saved by torch's distributed checkpoints, which any number of ranks c
 from __future__ import annotations
 
 import contextlib
+import io
 import math
+import os
 import warnings
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from pathlib import Path
-from typing import Any, Unpack
+from typing import Any, Unpack, cast
 
 import torch
 from torch import Tensor, nn
 from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint.filesystem import FileSystem, FileSystemWriter
 from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict, get_state_dict, set_state_dict
 from torch.distributed.checkpoint.state_dict_loader import load
 from torch.distributed.checkpoint.state_dict_saver import save
@@ -25,7 +28,6 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 
-from rlctl.engine.checkpoint import hash_and_sync
 from rlctl.engine.deepspeed_setup import Settings
 from rlctl.engine.layout import idle_inputs
 from rlctl.engine.log_probs import PolicyModule
@@ -33,15 +35,41 @@ from rlctl.engine.plain_state import PlainReader, only_plain_data
 from rlctl.engine.policy_engine import Engine, FrozenModule, PolicyEngine, ValueEngine
 from rlctl.engine.protocol import StepResult
 from rlctl.engine.ranks import Ranks
+from rlctl.engine.state_files import StateFiles
 from rlctl.errors import RunFailure, first_line
 
 _STATE = "fsdp"
+#: Suffix of the files with the tensors of a distributed checkpoint.
+_SHARD = ".distcp"
+
+
+class _Shards(FileSystem):
+    """The file system of a distributed checkpoint: shards are those of `StateFiles`."""
+
+    def __init__(self, files: StateFiles) -> None:
+        self._files = files
+
+    @contextlib.contextmanager
+    def create_stream(self, path: str | os.PathLike[str], mode: str) -> Iterator[io.IOBase]:
+        """Context of an open file; the metadata, a few KiB, are written at once."""
+        is_shard = "w" in mode and Path(path).suffix == _SHARD
+        with self._files.open(Path(path)) if is_shard else super().create_stream(path, mode) as stream:
+            yield cast(io.IOBase, stream)
+
+
+class _Writer(FileSystemWriter):
+    """Writes a distributed checkpoint, the shards by `files`; rlctl itself waits for the disk."""
+
+    def __init__(self, directory: Path, files: StateFiles) -> None:
+        super().__init__(directory, sync_files=False)
+        self.fs = _Shards(files)
 
 
 class _Engine(Engine):
     """A module under FSDP2: the common part of policy and critic; see `protocol.TrainedModule`."""
 
     scales_gradients = True
+    holds_state = True
 
     def __init__(self, model: Any, ranks: Ranks, **settings: Unpack[Settings]) -> None:
         super().__init__(model, ranks, **settings)
@@ -76,11 +104,9 @@ class _Engine(Engine):
         self._end_of_mini_batch()
         return StepResult(grad_norm=norm, applied=applied)
 
-    def save(self, directory: Path) -> dict[str, str]:
+    def save(self, directory: Path, files: StateFiles | None = None) -> None:
         """See `TrainedModule.save`."""
-        save(self._state(), checkpoint_id=directory / _STATE)
-        own = sorted((directory / _STATE).glob(f"__{self.ranks.rank}_*"))  # as torch names them
-        return {str(path.relative_to(directory)): hash_and_sync(path) for path in own}
+        save(self._state(), storage_writer=_Writer(directory / _STATE, files or StateFiles()))
 
     def load(self, directory: Path) -> None:
         """See `TrainedModule.load`; the number of ranks may be another one."""

@@ -7,6 +7,7 @@ loss is not used: rlctl computes log-probs itself, at a temperature.
 
 from __future__ import annotations
 
+import contextlib
 import importlib
 import importlib.util
 import json
@@ -20,6 +21,7 @@ from typing import TYPE_CHECKING, Any, Literal, NotRequired, TypedDict, Unpack
 
 import torch
 from safetensors import safe_open
+from safetensors.torch import save_file
 
 from rlctl.engine.varlen import NAME, refuse_varlen, register
 from rlctl.errors import EnvironmentFailure, UsageError
@@ -30,10 +32,13 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from rlctl.engine.ranks import Ranks
+    from rlctl.engine.state_files import StateFiles
 
 #: Files that define how images, videos or audio become tokens.
 _PROCESSOR_FILES = ("processor_config.json", "preprocessor_config.json", "video_preprocessor_config.json")
 _WEIGHTS = "model.safetensors"
+#: Name in `transformers.modeling_utils` of the function that writes a file of weights.
+_SAVES_WEIGHTS = "safe_save_file"
 #: Bytes of weights that a rank holds before the next one shares the export: small models are one file.
 SHARE_BYTES = 2**30
 _LIGER, _NO_LIGER = "model.use_liger", "set it to false"
@@ -214,14 +219,22 @@ def _check_embeddings(model: Any, tokenizer: Any, where: str, fix: str) -> None:
         raise UsageError(message, where=where, fix=fix)
 
 
-def export(model: Any, weights: Iterator[tuple[str, Tensor]], ranks: Ranks, directory: Path) -> None:
+def export(
+    model: Any,
+    weights: Iterator[tuple[str, Tensor]],
+    ranks: Ranks,
+    directory: Path,
+    files: StateFiles | None = None,
+) -> None:
     """Writes config and weights as a plain Hugging Face directory (all ranks).
 
     Each rank holds and saves a part of a large model; then the files of all ranks become those of one model.
 
     Args:
         weights: of the model, in full; reading them may be a collective, so all ranks iterate.
+        files: held files get the weights, to be written later; otherwise they are written here.
     """
+    held = files if files and files.are_held else None
     # Weights in memory that are one weight in the files must be saved together, so by one rank.
     conversions = getattr(model, "_weight_conversions", None) or ()
     is_joined = any(len(each.target_patterns) > 1 for each in conversions)
@@ -232,45 +245,81 @@ def export(model: Any, weights: Iterator[tuple[str, Tensor]], ranks: Ranks, dire
         owner = open_files.index(min(open_files))
         sizes[owner] += tensor.nbytes
         if owner == ranks.rank:
-            own[name] = tensor.cpu()
+            own[name] = tensor.to("cpu", copy=held is not None)
     unfinished = directory / f"rank-{ranks.rank}"
     shutil.rmtree(unfinished, ignore_errors=True)  # of an export that was killed
+    kept: dict[Path, tuple[dict[str, Tensor], dict[str, str]]] = {}
     if own:
         generation = model.generation_config
         # transformers refuses to save some that it loads, such as a temperature without `do_sample`.
         model.generation_config = type(generation)()
         model.should_save_on_this_rank = lambda _: True  # not only on rank 0
-        model.save_pretrained(
-            unfinished, state_dict=own, variant="part"
-        )  # so that nothing loads it as a model
+        with _keeping_weights(kept) if held else contextlib.nullcontext():
+            model.save_pretrained(
+                unfinished, state_dict=own, variant="part"
+            )  # so that nothing loads it as a model
         del model.should_save_on_this_rank
         model.generation_config = generation
     opened: Any = safe_open
+    parts = [(path, list(tensors)) for path, (tensors, _) in sorted(kept.items())]
     everyones = ranks.exchange(
-        [(p, list(opened(p, "pt").keys())) for p in sorted(unfinished.glob("*.safetensors"))]
+        parts or [(p, list(opened(p, "pt").keys())) for p in sorted(unfinished.glob("*.safetensors"))]
     )
+    for (path, _), file in zip(everyones, _names_of_files(len(everyones)), strict=True):
+        if held and path in kept:
+            tensors, metadata = kept.pop(path)
+            held.put(directory / file, partial(save_file, tensors, metadata=metadata))
     if ranks.is_main:
-        _join_parts(unfinished, everyones, {"total_size": sum(sizes)}, directory)
+        _join_parts(unfinished, everyones, {"total_size": sum(sizes)}, directory, are_held=bool(held))
         model.generation_config.to_json_file(directory / "generation_config.json")
         for name, content in getattr(model, "processor_files", {}).items():
             (directory / name).write_bytes(content)
     ranks.barrier()
 
 
+@contextlib.contextmanager
+def _keeping_weights(kept: dict[Path, tuple[dict[str, Tensor], dict[str, str]]]) -> Iterator[None]:
+    """Context in which `save_pretrained` writes all but the weights: `kept` receives them, by their file."""
+    from transformers import modeling_utils
+
+    def keep(tensors: dict[str, Tensor], filename: str, metadata: dict[str, str]) -> None:
+        kept[Path(filename)] = tensors, metadata
+
+    write: Any = modeling_utils.safe_save_file
+    setattr(modeling_utils, _SAVES_WEIGHTS, keep)
+    try:
+        yield
+    finally:
+        setattr(modeling_utils, _SAVES_WEIGHTS, write)
+
+
+def _names_of_files(count: int) -> list[str]:
+    """Names of so many files of weights, as `save_pretrained` chooses them."""
+    if count == 1:
+        return [_WEIGHTS]
+    return [f"model-{number:05d}-of-{count:05d}.safetensors" for number in range(1, count + 1)]
+
+
 def _join_parts(
-    main: Path, saved: list[tuple[Path, list[str]]], metadata: dict[str, int], directory: Path
+    main: Path,
+    saved: list[tuple[Path, list[str]]],
+    metadata: dict[str, int],
+    directory: Path,
+    *,
+    are_held: bool = False,
 ) -> None:
     """Moves the files of the main rank's part and the weights of all parts, as `save_pretrained` names them.
 
     Args:
         saved: files of weights of all ranks, and the names of the weights in each.
+        are_held: the files of weights are not written yet.
     """
     files: dict[str, str] = {}
     for left in directory.glob("model*.safetensors*"):  # of an export that was killed
         left.unlink()
-    for number, (path, names) in enumerate(saved, 1):
-        file = f"model-{number:05d}-of-{len(saved):05d}.safetensors" if len(saved) > 1 else _WEIGHTS
-        path.rename(directory / file)
+    for (path, names), file in zip(saved, _names_of_files(len(saved)), strict=True):
+        if not are_held:
+            path.rename(directory / file)
         files |= dict.fromkeys(names, file)
     if len(saved) > 1:
         index = {"metadata": metadata, "weight_map": files}

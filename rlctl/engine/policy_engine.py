@@ -31,6 +31,7 @@ from rlctl.engine.model import export
 from rlctl.engine.perturb import parts_of, perturbed
 from rlctl.engine.protocol import PolicyOutput
 from rlctl.engine.ranks import Ranks
+from rlctl.engine.state_files import StateFiles
 from rlctl.engine.values import ValueModule
 
 
@@ -161,9 +162,9 @@ class PolicyEngine(Engine):
         """See `TrainEngine.parts`."""
         return parts_of(self._model)
 
-    def export(self, directory: Path) -> None:
+    def export(self, directory: Path, files: StateFiles | None = None) -> None:
         """See `TrainEngine.export`."""
-        export(self._model, self.weights(), self.ranks, directory)
+        export(self._model, self.weights(), self.ranks, directory, files)
 
 
 class ValueEngine(Engine):

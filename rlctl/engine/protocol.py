@@ -12,6 +12,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from rlctl.batch import ModelInputs
+    from rlctl.engine.state_files import StateFiles
 
 
 class PolicyOutput(NamedTuple):
@@ -59,6 +60,10 @@ class TrainedModule(Protocol):
 
     scales_gradients: bool
 
+    @property
+    def holds_state(self) -> bool:
+        """Whether all that `save` writes and training changes can be held in memory (`HeldFiles`)."""
+
     def plan(self, passes: Sequence[ModelInputs]) -> str:
         """Chooses how the model reads these inputs, the passes of a mini-batch; called on all ranks.
 
@@ -78,11 +83,11 @@ class TrainedModule(Protocol):
     def step(self, *, lr: float, skip: bool = False, grad_scale: float = 1.0) -> StepResult:
         """Applies (or, with `skip`, discards) the accumulated gradient, multiplied by `grad_scale`."""
 
-    def save(self, directory: Path) -> dict[str, str]:
+    def save(self, directory: Path, files: StateFiles | None = None) -> None:
         """Writes everything that `load` needs; called on all ranks.
 
-        Returns:
-            File below `directory` → its SHA-256, for files that this rank hashed as it wrote them.
+        Args:
+            files: how the files are written that this rank alone writes; None: at once.
         """
 
     def load(self, directory: Path) -> None:
@@ -139,8 +144,12 @@ class TrainEngine(TrainedModule, Protocol):
             names: the parameters to change; None: all.
         """
 
-    def export(self, directory: Path) -> None:
-        """Writes config and weights as a plain Hugging Face directory; called on all ranks."""
+    def export(self, directory: Path, files: StateFiles | None = None) -> None:
+        """Writes config and weights as a plain Hugging Face directory; called on all ranks.
+
+        Args:
+            files: as in `save`.
+        """
 
 
 class CriticEngine(TrainedModule, Protocol):

@@ -53,9 +53,14 @@ if TYPE_CHECKING:
 
 def train(run: Run) -> None:
     """Trains from `run.start_step` to `run.total_steps`, or until a stop is requested."""
+    with Saver(run) as saver:
+        _take_steps(run, saver)
+
+
+def _take_steps(run: Run, saver: Saver) -> None:
     spec, algorithm = run.spec, run.spec.algorithm
     ranks = run.data_ranks
-    guardrails, saver = Guardrails(run, UpdateSettings.of(spec)), Saver(run)
+    guardrails = Guardrails(run, UpdateSettings.of(spec))
     lr_at, critic_lr_at = actor_schedule(spec, run.total_steps), critic_schedule(spec, run.total_steps)
     phases = run.tracker.begin_phase
     layouts = Notices(run.tracker.note, "layout of the tokens")

@@ -6,6 +6,7 @@ published. The summary, `summary.json`, is also the source of the last lines on 
 
 from __future__ import annotations
 
+import copy
 import json
 import math
 import shutil
@@ -13,7 +14,7 @@ import time
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Self
 
 import torch
 
@@ -33,13 +34,16 @@ from rlctl.engine.checkpoint import (
     publish,
     writing,
 )
+from rlctl.engine.state_files import HeldFiles, StateFiles
 from rlctl.episodes import Episodes
 from rlctl.errors import RunFailure, UsageError, failing_together
 from rlctl.files import write_text
 from rlctl.metric_names import best_validation, validation_score
 from rlctl.run_spec.base import seconds
-from rlctl.run_spec.model_size import checkpoint_bytes
+from rlctl.run_spec.machine import free_host_bytes, gib
+from rlctl.run_spec.model_size import BACKGROUND_BYTES, COPY_FACTOR, checkpoint_bytes
 from rlctl.track.run_dir import SUMMARY_FILE
+from rlctl.train.background import NOTES, BackgroundWriter, HeldCheckpoint, digests_below
 from rlctl.train.early_stop import early_stop_reason
 from rlctl.train.settings import is_due, is_sync_due
 from rlctl.train.stream import PromptDraws
@@ -77,12 +81,26 @@ class Saver:
     A step is saved every `trainer.save_freq` steps, when its validation is the best so far, and when
     `trainer.save_every` has elapsed. The last case waits for a step after which the rollout engine has the
     current weights, as in a resumed run: with `rollout.sync_every` above 1, this is not every step.
+
+    It is a context, at whose end a checkpoint that is being written is complete, or the run has failed.
     """
 
     def __init__(self, run: Run) -> None:
         self._run, every = run, run.spec.trainer.save_every
         self._every = None if every is None else seconds(every)
         self._saved_at = time.monotonic()
+        self._writer = BackgroundWriter()
+        self._ends = False
+        self._told: set[str] = set()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, kind: object, *_: object) -> None:
+        if kind is None:
+            self._writer.finish(self._run.ranks)
+        else:
+            self._writer.abandon()
 
     def after(self, step: int, metrics: Mapping[str, float]) -> tuple[bool, bool]:
         """Whether to stop the run, and whether to save this step; a collective.
@@ -90,6 +108,9 @@ class Saver:
         Args:
             step: its number; the step is already logged.
             metrics: as logged; only the main rank has validation results.
+
+        Raises:
+            RlctlError: the checkpoint that was being written meanwhile could not be written.
         """
         run, trainer = self._run, self._run.spec.trainer
         improves = validation_score(metrics) is not None and self._best_step() == step
@@ -97,21 +118,59 @@ class Saver:
         may_end = run.ranks.is_main and step < run.total_steps
         ends = early_stop_reason(run.history, trainer.early_stop) if may_end else ""
         run.ended_early = ends
-        mine = [bool(ends) or run.stop.signal_number > 0, run.ranks.is_main and waited, improves]
-        stop, late, better = (value > 0 for value in run.ranks.sum([float(value) for value in mine]))
+        has_failed = self._writer.failure is not None
+        mine = [
+            bool(ends) or run.stop.signal_number > 0,
+            run.ranks.is_main and waited,
+            improves,
+            has_failed,
+        ]
+        stop, late, better, failed = (value > 0 for value in run.ranks.sum([float(value) for value in mine]))
+        if failed:
+            self._writer.finish(run.ranks)
         stop = stop or bool(run.stopped_because)
         late = late and is_sync_due(run.spec, step, run.total_steps)
         saves = is_due(step, trainer.save_freq) or better or late
-        return stop, saves or stop or step == run.total_steps
+        self._ends = stop or step == run.total_steps
+        return stop, saves or self._ends
 
     def save(self, step: int) -> None:
         """Saves the state of the run after `step` under `<run_dir>/checkpoints` (called on all ranks).
 
         Raises:
-            RunFailure: writing failed; earlier checkpoints are intact.
+            RunFailure: writing it or the one before failed; earlier checkpoints are intact.
         """
-        save_checkpoint(self._run, step, best=self._best_step())
+        run = self._run
+        self._writer.finish(run.ranks)
+        holds = not self._ends and self._may_hold()
+        held = save_checkpoint(run, step, best=self._best_step(), holds=holds)
+        if held:
+            self._writer.start(held, run.ranks.world_size)
         self._saved_at = time.monotonic()
+
+    def _may_hold(self) -> bool:
+        """Whether the checkpoint is written while training goes on, the same on all ranks (a collective)."""
+        run, wish = self._run, self._run.spec.trainer.save_in_background
+        if wish is False:
+            return False
+        size = bytes_of_newest(run.run_dir / CHECKPOINTS) or checkpoint_bytes(run.spec) or 0
+        share = size / run.spec.trainer.nnodes
+        reasons = {
+            "": wish is None and size < BACKGROUND_BYTES,
+            "the size of a checkpoint is not known before the first": size == 0,
+            "the engine's own way of saving cannot copy the state": not all(
+                module.holds_state for module in (run.actor, run.critic) if module
+            ),
+            f"a copy of {gib(share)} is too much for the host's free memory": (
+                share * COPY_FACTOR > free_host_bytes()
+            ),
+        }
+        found = run.ranks.sum([float(applies) for applies in reasons.values()])
+        reason = next((why for why, count in zip(reasons, found, strict=True) if count), None)
+        if reason and reason not in self._told and run.ranks.is_main:
+            run.tracker.note(f"training waits while checkpoints are written: {reason}")
+            self._told.add(reason)
+        return reason is None
 
     def _best_step(self) -> int | None:
         """Step of the best validation so far, on the main rank; None without `trainer.keep_best`."""
@@ -119,50 +178,73 @@ class Saver:
         return best[0] if best and self._run.spec.trainer.keep_best else None
 
 
-def save_checkpoint(run: Run, step: int, best: int | None = None) -> None:
-    """Saves the state of `run` after `step`; see `Saver.save`. The checkpoint of `best` is never removed."""
+def save_checkpoint(
+    run: Run, step: int, best: int | None = None, *, holds: bool = False
+) -> HeldCheckpoint | None:
+    """Saves the state of `run` after `step`; see `Saver.save`. The checkpoint of `best` is never removed.
+
+    Args:
+        holds: copy the state to memory.
+
+    Returns:
+        With `holds` this rank's part, which is still to be written.
+    """
     ranks, spec = run.ranks, run.spec
-    root = run.run_dir / CHECKPOINTS
+    root, keep = run.run_dir / CHECKPOINTS, spec.trainer.max_ckpt_to_keep
     if run.rollout_writer:  # a resumed run does not repeat these steps: store their rollouts
         run.rollout_writer.flush()
-    has = {"critic": run.critic, "waiting": spec.batches_ahead > 0, ADAPTER: spec.model.lora_rank}
-    has["draws"] = run.draws is not None
+    held = HeldFiles() if holds else None
+    files = held or StateFiles()
     partial = partial_path(root, step)
     with writing(root, step):
-        if ranks.is_main:
-            _require_space(run, step)
-            begin(root, step, ["engine", "model", *(name for name, there in has.items() if there)])
-        ranks.barrier()
-        written = {"engine": run.actor.save(partial / "engine")}
-        run.actor.export(partial / "model")
-        if has[ADAPTER]:
-            adapter = run.actor.adapter()
-            if ranks.is_main:
-                adapter.save(partial / ADAPTER)
-        if run.critic:
-            written["critic"] = run.critic.save(partial / "critic")
-        run.stream.save(partial / "waiting", ranks.rank)
-        if ranks.is_main:
-            run.tokenizer.save_pretrained(partial / "model")
-            if run.draws is not None:
-                run.draws.save(partial / _DRAWS)
+        _save_parts(run, step, files)
+        state = _state_of(run, step)
+        if held:
+            return HeldCheckpoint(root, ranks.rank, state, held, keep, best)
         # Files not hashed while being written are on the main rank's machine; its ranks share the hashing.
-        own = [
-            (f"{part}/{name}", digest) for part, files in written.items() for name, digest in files.items()
-        ]
-        hashed = dict(ranks.exchange(own))
+        hashed = dict(ranks.exchange(list(digests_below(partial, files.digests).items())))
         sharers = min(spec.trainer.n_gpus_per_node, ranks.world_size)
         mine = hash_share(partial, hashed, ranks.rank, sharers) if ranks.rank < sharers else {}
         shares = ranks.exchange(list(mine.items()))
         if ranks.is_main:
-            kl_coef = run.kl.kl_coef if spec.algorithm.use_kl_in_reward else None
-            own_states = {each.name: each.state() for each in run.capabilities if each.state()}
-            state = TrainerState(step, run.policy_version, ranks.world_size, kl_coef, own_states)
             digests = {**hashed, **dict(shares)}
-            publish(root, partial, state, keep=spec.trainer.max_ckpt_to_keep, best=best, digests=digests)
+            publish(root, partial, state, keep=keep, best=best, digests=digests)
             point_to(root, "latest", step)
             point_to(root, "best", best)
         ranks.barrier()
+    return None
+
+
+def _state_of(run: Run, step: int) -> TrainerState:
+    """What the training loop continues with; training may go on and change the originals."""
+    kl_coef = run.kl.kl_coef if run.spec.algorithm.use_kl_in_reward else None
+    own_states = {each.name: each.state() for each in run.capabilities if run.ranks.is_main and each.state()}
+    return TrainerState(step, run.policy_version, run.ranks.world_size, kl_coef, copy.deepcopy(own_states))
+
+
+def _save_parts(run: Run, step: int, files: StateFiles) -> None:
+    """Begins the checkpoint of `step`, and saves all that it contains besides `TrainerState`."""
+    ranks, root = run.ranks, run.run_dir / CHECKPOINTS
+    partial = partial_path(root, step)
+    has = {"critic": run.critic, "waiting": run.spec.batches_ahead > 0, ADAPTER: run.spec.model.lora_rank}
+    has |= {"draws": run.draws is not None, NOTES: files.are_held}
+    if ranks.is_main:
+        _require_space(run, step)
+        begin(root, step, ["engine", "model", *(name for name, there in has.items() if there)])
+    ranks.barrier()
+    run.actor.save(partial / "engine", files)
+    run.actor.export(partial / "model", files)
+    if has[ADAPTER]:
+        adapter = run.actor.adapter()
+        if ranks.is_main:
+            adapter.save(partial / ADAPTER)
+    if run.critic:
+        run.critic.save(partial / "critic", files)
+    run.stream.save(partial / "waiting", ranks.rank, files)
+    if ranks.is_main:
+        run.tokenizer.save_pretrained(partial / "model")
+        if run.draws is not None:
+            run.draws.save(partial / _DRAWS)
 
 
 def _require_space(run: Run, step: int) -> None:

@@ -18,6 +18,7 @@ import torch
 from rlctl.algos.estimators import spread_probability
 from rlctl.batch import Task, TokenBatch, TokenLists
 from rlctl.engine.ranks import Ranks
+from rlctl.engine.state_files import StateFiles
 from rlctl.episodes import Episodes
 from rlctl.errors import RunFailure, first_line
 from rlctl.files import read_text
@@ -154,8 +155,12 @@ class RolloutStream:
             still_open = [future for future in self._jobs.values() if not future.done()]
             wait(still_open, return_when=FIRST_COMPLETED)
 
-    def save(self, directory: Path, rank: int) -> None:
-        """Writes the waiting groups and the open jobs, so that a resumed run trains on the same ones."""
+    def save(self, directory: Path, rank: int, files: StateFiles | None = None) -> None:
+        """Writes the waiting groups and the open jobs, so that a resumed run trains on the same ones.
+
+        Args:
+            files: how the file is written; None: at once.
+        """
         if not self._ahead:
             return
         waiting: dict[tuple[int, int], Episodes] = {}
@@ -167,7 +172,8 @@ class RolloutStream:
             else:
                 still_open.append((job.step, job.index))
         state = {"started": self._started, "waiting": waiting, "open": still_open}
-        torch.save(state, directory / _STATE.format(rank=rank))
+        with (files or StateFiles()).open(directory / _STATE.format(rank=rank)) as file:
+            torch.save(state, file)
 
     def resume(self, step: int, directory: Path, rank: int) -> None:
         """Continues after `step`, with the groups that `save` wrote on this rank.

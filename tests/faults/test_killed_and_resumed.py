@@ -88,6 +88,41 @@ def test_killed_while_saving(tmp_path: Path, whole: Path, moment: str, from_step
     assert_same_run(run, whole)
 
 
+IN_BACKGROUND = "trainer.save_in_background=true"
+
+
+@pytest.mark.thorough
+def test_killed_while_a_thread_writes_a_checkpoint(tmp_path: Path, whole: Path) -> None:
+    """The one before is used; a run whose checkpoints are written during training is the same run."""
+    run = tmp_path / "run"
+    job = runs.start_train(run, *RUN, IN_BACKGROUND, before=partial(hooks.kill_in_background, 4))
+    assert job.wait() == -signal.SIGKILL, job.output[-4000:]
+    assert job.orphans() == []
+    assert [line["step"] for line in runs.metrics(run)][:5] == [1, 2, 3, 4, 5]
+    assert runs.checkpoints(run) == [".partial-000004", "step_000002"]
+    said = finish(run)
+    assert "resuming after step 2" in said
+    assert "set aside .partial-000004" in said
+    assert_same_run(run, whole)
+
+
+@pytest.mark.thorough
+def test_two_ranks_resume_from_a_checkpoint_that_was_written_in_the_background(
+    tmp_path: Path, embedded: Path
+) -> None:
+    waited, during = tmp_path / "waited", tmp_path / "during"
+    for run, way in ((waited, "false"), (during, "true")):
+        job = runs.start_train(run, *SHARED, f"trainer.save_in_background={way}", before=hooks.forked_ranks)
+        assert job.wait() == 0, job.output[-4000:]
+        assert runs.checkpoints(run) == ["step_000001", "step_000002"]
+    assert runs.reproducible(during) == runs.reproducible(waited)
+    shutil.rmtree(during / "checkpoints/step_000002")
+    assert "resuming after step 1" in finish(during, before=hooks.forked_ranks)
+    assert runs.reproducible(during) == runs.reproducible(waited)
+    for file in (waited / "checkpoints/step_000002/model").iterdir():
+        assert (during / "checkpoints/step_000002/model" / file.name).read_bytes() == file.read_bytes()
+
+
 # --- an export that the ranks write together -----------------------------------------------------------
 
 SHARED = (

@@ -23,6 +23,8 @@ class Run:
 
     def __init__(self, *overrides: str) -> None:
         self.spec = load_spec([], [], ["trainer.total_training_steps=100", *overrides]).spec
+        self.run_dir = Path("no run")
+        self.actor, self.critic = SimpleNamespace(holds_state=True), None
         self.ranks = SimpleNamespace(is_main=True, sum=list)
         self.stop = SimpleNamespace(signal_number=0)
         self.history: list[dict[str, float]] = []

@@ -109,7 +109,7 @@ class Memory(io.RawIOBase):
         while done < len(view):
             at = self._length % _BLOCK
             if at == 0:
-                self._blocks.append(mmap.mmap(-1, _BLOCK))
+                self._blocks.append(_block())
             count = min(_BLOCK - at, len(view) - done)
             self._blocks[-1][at : at + count] = view[done : done + count]
             self._length += count
@@ -128,3 +128,11 @@ class Memory(io.RawIOBase):
                 self._length -= len(rest)
                 while rest:  # a call writes 2 GiB at most, or less where the disk becomes full
                     rest = rest[os.write(file.fileno(), rest) :]
+
+
+def _block() -> mmap.mmap:
+    """Memory of its own, which a process forked meanwhile does not hold any longer than this one."""
+    block = mmap.mmap(-1, _BLOCK, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    if hasattr(mmap, "MADV_DONTFORK"):  # Linux
+        block.madvise(mmap.MADV_DONTFORK)
+    return block

@@ -20,6 +20,7 @@ ROWS: dict[str, tuple[str, ...]] = {
     "killed between checkpoints": (
         f"{_F}killed_and_resumed:test_killed_between_checkpoints",
         f"{_F}killed_and_resumed:test_killed_while_saving",
+        f"{_F}killed_and_resumed:test_killed_while_a_thread_writes_a_checkpoint",
         f"{_F}killed_and_resumed:test_killed_during_a_validation",
         f"{_F}killed_and_resumed:test_killed_right_after_the_metrics_of_a_saved_step",
         f"{_F}killed_and_resumed:test_killed_at_any_time_in_an_environment_in_lockstep",

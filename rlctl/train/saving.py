@@ -153,9 +153,12 @@ class Saver:
         run, wish = self._run, self._run.spec.trainer.save_in_background
         if wish is False:
             return False
-        size = bytes_of_newest(run.run_dir / CHECKPOINTS) or checkpoint_bytes(run.spec) or 0
+        size = 0.0
+        if run.ranks.is_main:  # a thousand ranks would look at the files of a thousand
+            size = float(bytes_of_newest(run.run_dir / CHECKPOINTS) or checkpoint_bytes(run.spec) or 0)
+        [size] = run.ranks.sum([size])
         share = size / run.spec.trainer.nnodes
-        reasons = {
+        reasons = {  # why training waits, if it applies on any rank; the first is not worth a note
             "": wish is None and size < BACKGROUND_BYTES,
             "the size of a checkpoint is not known before the first": size == 0,
             "the engine's own way of saving cannot copy the state": not all(

@@ -42,9 +42,24 @@ _FENCE = re.compile(r"(?P<before>[^`~]*+)(?P<fence>`{3,}+|~{3,}+)[ \t]*+(?P<lang
 _TAGGED = re.compile(r"\[(?:BEGIN|PYTHON)\]")
 _ANSWER_TAG = re.compile(r"</?answer>", re.IGNORECASE)
 _TAG_END = re.compile(r"\[(?:DONE|END|/BEGIN|/PYTHON)\]")
-_PYTHON = re.compile(r"py(?:thon)?\d*", re.IGNORECASE)
+#: HTML elements around a program; the first tag begins or ends its line, so that it is no text of a program.
+_ELEMENT = re.compile(
+    r"(?:^[ \t]*|(?=<[^\n]{0,200}>[ \t]*\n))(?:<pre\b[^<>\n]*>[ \t]*)?<(?P<tag>code|python|pre)\b[^<>\n]*>"
+    r"(?P<code>(?:(?!<(?P=tag)\b).)*?)</(?P=tag)>",
+    re.IGNORECASE | re.MULTILINE | re.DOTALL,
+)
+#: Lines of a quotation in Markdown, apart from sessions (`>>>`), and the mark of each.
+_QUOTATION = re.compile(r"(?:^[ ]{0,3}>(?!>>).*\n?)+", re.MULTILINE)
+_QUOTED = re.compile(r"^[ ]{0,3}>[ ]?", re.MULTILINE)
+_PYTHON = re.compile(r"i?py(?:thon)?\d*", re.IGNORECASE)
+#: Lines at the top level that only define: they print nothing.
+_ONLY_DEFINES = re.compile(
+    r"\s*(?:(?:from|import|def|class|async[ \t]+def|sys\.setrecursionlimit|threading\.stack_size)\b|[@#)\]}\"']"
+    r"|[\w., ]+=(?!=)|\Z)|[ \t]"
+)
 #: Names that a block defines at its top level; its imports and the functions and classes that it calls.
 _DEFINED = re.compile(r"^(?:async[ \t]+)?(?:def|class)[ \t]+(\w+)", re.MULTILINE)
+_SESSION = re.compile(r"\s*>>>")
 _USED = re.compile(r"\bimport\b.*|(?<![.\w])\w+(?=[ \t]*\()")
 #: A decimal number, short enough for Python to read.
 _NUMBER = re.compile(r"[+-]?(?=.{1,400}\Z)(?:\d+(?:\.\d*)?|\.\d+)(?:[eE][+-]?\d+)?", re.ASCII)
@@ -96,7 +111,7 @@ class CodeScorer(Scorer):
             return Failure(f"the ground truth contains no tests: {error}")
         try:
             source = code_source(sample.data_source, sample.ground_truth)
-            program, limits = program_of(sample.without_thoughts().response), self._limits(source)
+            program, limits = program_of(sample.without_thoughts().response, tests), self._limits(source)
             passes = tests.pass_with(program, limits, source)
             if passes and _pass_without_a_program(sample.ground_truth, limits):
                 return Failure("the tests of the ground truth pass without a program")
@@ -105,10 +120,16 @@ class CodeScorer(Scorer):
         return float(passes)
 
 
-def program_of(response: str) -> str:
+def program_of(response: str, tests: Tests | None = None) -> str:
     """The last fenced block after the thoughts that is marked as Python and is not an example of its use.
 
-    Without one it is the last such block without a language, or the whole text after the thoughts.
+    Without one it is the last HTML element of code, then the last block without a language, or the whole text
+    after the thoughts.
+
+    Args:
+        response: perhaps with thoughts.
+        tests: that the program must pass. Later blocks without which it does not define what the tests call,
+            or does not run anything, belong to it.
     """
     text = without_thoughts(response).replace("\r\n", "\n")
     tag = _TAGGED.search(text)
@@ -116,11 +137,20 @@ def program_of(response: str) -> str:
         start = tag.end() if tag else 0
         end = _TAG_END.search(text, start)
         text = text[start : end.start() if end else len(text)]
+    if ">" in text:
+        text = _QUOTATION.sub(_without_marks, text)
     blocks = [(language, textwrap.dedent(code)) for language, code in _blocks(text)]
     python = [code for language, code in blocks if _PYTHON.fullmatch(language)]
     unmarked = [code for language, code in blocks if not language]
-    programs = python or list(filter(_USED.search, unmarked)) or unmarked or [_ANSWER_TAG.sub("", text)]
-    return _last_program(programs)
+    elements = [] if python or "</" not in text else [one["code"] for one in _ELEMENT.finditer(text)]
+    elements = [code for code in elements if "\n" in code.strip()] or list(filter(_USED.search, elements))
+    programs = python or list(map(textwrap.dedent, elements)) or list(filter(_USED.search, unmarked)) or unmarked
+    return _last_program(programs or [_ANSWER_TAG.sub("", text)], tests)
+
+
+def _without_marks(quotation: re.Match[str]) -> str:
+    """The lines of a quotation that has a fence, without the marks of quotation."""
+    return _QUOTED.sub("", quotation[0]) if "```" in quotation[0] or "~~~" in quotation[0] else quotation[0]
 
 
 def _blocks(text: str) -> Iterator[tuple[str, str]]:
@@ -152,19 +182,32 @@ def _blocks(text: str) -> Iterator[tuple[str, str]]:
         yield language, "\n".join(lines)
 
 
-def _last_program(blocks: Sequence[str]) -> str:
+def _last_program(blocks: Sequence[str], tests: Tests | None) -> str:
     """The last block that is no session and uses no function or class that only an earlier block defines.
 
-    Decided by the words of the text: parsing code that a model wrote can end the process.
+    Later blocks are joined to it if the `tests` need them. Decided by the words of the text: parsing code
+    that a model wrote can end the process.
     """
-    program, earlier = blocks[0], set[str]()
-    for code in blocks:
+    place, earlier = 0, set[str]()
+    for index, code in enumerate(blocks):
         defined = set(_DEFINED.findall(code))
         used = set(re.findall(r"\w+", " ".join(_USED.findall(re.sub(r"#.*", "", code)))))
-        if not (used - defined) & earlier and not re.match(r"\s*>>>", code):
-            program = code
+        if not (used - defined) & earlier and not _SESSION.match(code):
+            place = index
         earlier |= defined
+    program = blocks[place]
+    for code in [] if tests is None else blocks[place + 1 :]:
+        if not _SESSION.match(code) and _lacks(program, code, tests):
+            program = f"{program}\n\n{code}"
     return program
+
+
+def _lacks(program: str, code: str, tests: Tests) -> bool:
+    """Whether a program needs a later block: it only defines, or the tests call what only the block defines."""
+    if isinstance(tests, ScriptTests):
+        return all(map(_ONLY_DEFINES.match, program.splitlines()))
+    added = set(_DEFINED.findall(code)) - set(_DEFINED.findall(program))
+    return any(re.search(rf"\b{name}\b", tests.text) for name in added)
 
 
 @lru_cache(maxsize=1024)
@@ -200,6 +243,11 @@ class CallTests:
     #: compare values as JSON: tuples are lists, keys are text
     as_json: bool
 
+    @property
+    def text(self) -> str:
+        """The code that calls the program."""
+        return "\n".join(code for _, code in self.steps)
+
     def pass_with(self, program: str, limits: Limits, source: CodeSource) -> bool:
         """Runs all steps in one process, which returns the values; they are compared here."""
         prelude = source.prelude(program)
@@ -221,12 +269,12 @@ class CallTests:
 class CodeTests:
     """Test code that runs in a separate process and calls the program."""
 
-    tests: str
+    text: str
 
     def pass_with(self, program: str, limits: Limits, source: CodeSource) -> bool:
         """Runs the program and the tests in two processes; the process of the tests decides."""
-        prelude = source.prelude(f"{program}\n{self.tests}")
-        return run_program(program, limits, prelude=prelude, tests=self.tests).passed
+        prelude = source.prelude(f"{program}\n{self.text}")
+        return run_program(program, limits, prelude=prelude, tests=self.text).passed
 
 
 Tests = ScriptTests | CallTests | CodeTests

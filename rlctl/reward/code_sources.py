@@ -24,6 +24,7 @@ class CodeSource:
     modules: str = ""  # modules that are known
     names: dict[str, str] = field(default_factory=dict)  # module → names of it that are known
     aliases: dict[str, str] = field(default_factory=dict)  # name → the module that it means
+    optional: dict[str, str] = field(default_factory=dict)  # as `names`, of packages that may not be installed
     memory_mb: int = MEMORY_MB
 
     def prelude(self, program: str) -> str:
@@ -59,8 +60,11 @@ def _imports(source: CodeSource) -> dict[str, str]:
     for module, names in source.names.items():
         imports |= {name: f"from {module} import {name}" for name in names.split()}
     imports |= {module: f"import {module}" for module in source.modules.split()}
-    for name, module in source.aliases.items():  # packages, which may not be installed
-        imports[name] = f"try: import {module} as {name}\nexcept ImportError: pass"
+    optional = {name: f"import {module} as {name}" for name, module in source.aliases.items()}
+    for module, names in source.optional.items():
+        optional |= {name: f"from {module} import {name}" for name in names.split()}
+    for name, statement in optional.items():
+        imports[name] = f"try: {statement}\nexcept ImportError: pass"
     return imports
 
 

@@ -48,6 +48,12 @@ WITHOUT_IMPORTS = {
         "        return {'a': q.popleft() + string.ascii_lowercase.index('c')}",
         calls(([[1, 1, 2]], {"a": 3})),
     ),
+    "sorted-containers": (
+        "leetcode",
+        "class Solution:\n    def f(self, a: List[int]) -> int:\n        s, d = SortedList(a), SortedDict()\n"
+        "        for x in SortedSet(a): d[x] = s.bisect_left(x)\n        return d.peekitem(-1)[1]",
+        calls(([[3, 1, 2, 3]], 2)),
+    ),
     "humaneval": (
         "openai_humaneval",
         "def f(a: List[float], b: Optional[Tuple[int, int]] = None) -> Any:\n    return math.floor(sum(a))",
@@ -152,6 +158,17 @@ BLOCKS = {
     "text around": "Text\n\n```Python3\nprint(1)\n```\n\nIt prints `1`.",
     "tildes in code": "```python\nprint(1)  # ~~~ not a fence\n```",
     "info string": "```python title='a.py' {1}\nprint(1)\n```",
+    "ipython": "```ipython3\nprint(1)\n```\nThe output is\n```\nprint(2)\n```",
+    "quoted": "> ```python\n> a = 2\n>\n> if a > 1:\n>     a = 0\n> print(1)\n> ```\n\nThat is all.",
+    "quoted without spaces": ">```\n>a = 2\n>print(1)\n>```",
+    "code element": "The program:\n<code>\na = 2\nprint(1)\n</code>\nIt uses <code>print(2)</code>.",
+    "code element after text": "Program: <code>\nprint(1)\n</code>",
+    "code element in a line": "<code>print(1)</code>",
+    "pre": '<pre><code class="language-python">\na = "<b>"\nprint(1)\n</code></pre>',
+    "python element": "<python>\nprint(1)\n</python>",
+    "element beside a fence": "<code>\nprint(2)\n</code>\n```python\nprint(1)\n```\n<code>\nprint(3)\n</code>",
+    "element beside a sample": "```\n4 5\n```\n<code>\nprint(1)\n</code>\n```\n20\n```",
+    "a program that prints an element": "a = '<code>'\nprint('<code>x</code>')\nprint(1)",
 }
 
 
@@ -164,3 +181,57 @@ def test_a_list_of_asserts_must_pass_as_a_whole(scorer):
     tests = json.dumps(["assert f(1) == 2", "assert f(2) == 3"])
     programs = ["def f(x): return x + 1", "def f(x): return 2"]
     assert scorer.grade([Sample(program, tests) for program in programs]) == [1.0, 0.0]
+
+
+def block(code):
+    return f"```python\n{code}\n```\n"
+
+
+#: Responses whose program is in several blocks, with tests, and whether they pass.
+IN_PARTS = {
+    "definitions, then input": (
+        block("def f(x):\n    return 2 * x") + "Main:\n" + block("print(f(int(input())))"),
+        DOUBLES,
+        1.0,
+    ),
+    "solve, then its call": (
+        block("import sys\nlimit = 5\ndef solve():\n    print(int(input()) * 2)")
+        + block("if __name__ == '__main__':\n    solve()")
+        + block("# check\nsolve()"),
+        DOUBLES,
+        1.0,
+    ),
+    "a script, then an example": (
+        block("def f(x): return 2 * x\nprint(f(int(input())))") + block("print(f(3))"),
+        DOUBLES,
+        1.0,
+    ),
+    "definitions, then a fixed example": (block("def f(x): return 2 * x") + block("print(f(3))"), DOUBLES, 0.0),
+    "a class that another uses": (
+        block("class Node:\n    def __init__(self, v): self.v = v")
+        + block("class Solution:\n    def f(self, x): return Node(x).v + 1"),
+        calls(([1], 2)),
+        1.0,
+    ),
+    "a helper, then the function": (
+        block("def twice(x): return 2 * x") + block("def f(x): return twice(x) + 1"),
+        "assert f(1) == 3",
+        1.0,
+    ),
+    "a function, then its test": (
+        block("def f(x): return x + 1") + block("def test():\n    assert f(1) == 3\ntest()"),
+        "assert f(1) == 2",
+        1.0,
+    ),
+    "a wrong function, then one that calls it": (
+        block("def f(x): return 0") + block("def g(x): return f(x) or x + 1"),
+        "assert f(1) == 2",
+        0.0,
+    ),
+}
+
+
+@pytest.mark.parametrize("case", IN_PARTS)
+def test_blocks_that_the_tests_need_belong_to_the_program(scorer, case):
+    response, tests, passes = IN_PARTS[case]
+    assert scorer.grade([Sample(response, tests)]) == [passes]

@@ -150,6 +150,10 @@ _DERIVATION = re.compile(
 _STRUCK_OUT = re.compile(
     r"(?<!~)~~(?![~\s])[^~\n]{1,200}+~~(?!~)|<(del|strike|s)>[^<>\n]{1,200}+</\1>", re.IGNORECASE
 )
+#: A line across the page in Markdown, and the mark of a quotation or, before bold text, of an item; before a
+#: number `>` is a bound and `-` a sign.
+_RULE = re.compile(r"^[ \t]*(?:(?:-[ \t]*){3,}|(?:\*[ \t]*){3,}|(?:_[ \t]*){3,})$", re.MULTILINE)
+_QUOTED = re.compile(r"^[ ]{0,3}(?:>[ ](?=[A-Z*#_]|\\boxed\b)|-[ ]+(?=\*\*))", re.MULTILINE)
 _LINE_END = re.compile(r"\\\\(?:\[[^\]]*\])?")
 _RELATION = re.compile(r"\s*(?:[=<>≤≥≈]|\\(?:approx|[lg]eq?|equiv|sim)(?![a-z]))")
 _ARROW = re.compile(
@@ -316,7 +320,8 @@ def own_part(response: str, evidence: re.Pattern[str] = _DIGIT) -> str:
     A further exercise is removed only if a match of `evidence` precedes it.
     """
     text = legible(without_thoughts(response)[-MAX_RESPONSE_CHARS:].replace("\r\n", "\n"))
-    text = _STRUCK_OUT.sub("", re.sub(r"<<[^<>\n]*>>", "", text)).strip()
+    text = _STRUCK_OUT.sub("", re.sub(r"<<[^<>\n]*>>", "", text))
+    text = _QUOTED.sub("", _RULE.sub("", text)).strip()
     if "\\begin" in text:
         text = _DERIVATION.sub(_last_line, text)
     end = next((m.start() for m in _TURN_END.finditer(text) if m.start() > 0), len(text))

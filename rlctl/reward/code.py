@@ -54,8 +54,8 @@ _QUOTED = re.compile(r"^[ ]{0,3}>[ ]?", re.MULTILINE)
 _PYTHON = re.compile(r"i?py(?:thon)?\d*", re.IGNORECASE)
 #: Lines at the top level that only define: they print nothing.
 _ONLY_DEFINES = re.compile(
-    r"\s*(?:(?:from|import|def|class|async[ \t]+def|sys\.setrecursionlimit|threading\.stack_size)\b|[@#)\]}\"']"
-    r"|[\w., ]+=(?!=)|\Z)|[ \t]"
+    r"\s*(?:(?:from|import|def|class|async[ \t]+def|sys\.setrecursionlimit|threading\.stack_size)\b"
+    r"|[@#)\]}\"']|[\w., ]+=(?!=)|\Z)|[ \t]"
 )
 #: Names that a block defines at its top level; its imports and the functions and classes that it calls.
 _DEFINED = re.compile(r"^(?:async[ \t]+)?(?:def|class)[ \t]+(\w+)", re.MULTILINE)
@@ -144,7 +144,9 @@ def program_of(response: str, tests: Tests | None = None) -> str:
     unmarked = [code for language, code in blocks if not language]
     elements = [] if python or "</" not in text else [one["code"] for one in _ELEMENT.finditer(text)]
     elements = [code for code in elements if "\n" in code.strip()] or list(filter(_USED.search, elements))
-    programs = python or list(map(textwrap.dedent, elements)) or list(filter(_USED.search, unmarked)) or unmarked
+    programs = (
+        python or list(map(textwrap.dedent, elements)) or list(filter(_USED.search, unmarked)) or unmarked
+    )
     return _last_program(programs or [_ANSWER_TAG.sub("", text)], tests)
 
 
@@ -203,7 +205,7 @@ def _last_program(blocks: Sequence[str], tests: Tests | None) -> str:
 
 
 def _lacks(program: str, code: str, tests: Tests) -> bool:
-    """Whether a program needs a later block: it only defines, or the tests call what only the block defines."""
+    """Whether a program needs a later block: it only defines, or the tests call what the block defines."""
     if isinstance(tests, ScriptTests):
         return all(map(_ONLY_DEFINES.match, program.splitlines()))
     added = set(_DEFINED.findall(code)) - set(_DEFINED.findall(program))

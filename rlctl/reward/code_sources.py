@@ -24,7 +24,9 @@ class CodeSource:
     modules: str = ""  # modules that are known
     names: dict[str, str] = field(default_factory=dict)  # module → names of it that are known
     aliases: dict[str, str] = field(default_factory=dict)  # name → the module that it means
-    optional: dict[str, str] = field(default_factory=dict)  # as `names`, of packages that may not be installed
+    optional: dict[str, str] = field(
+        default_factory=dict
+    )  # as `names`, of packages that may not be installed
     memory_mb: int = MEMORY_MB
 
     def prelude(self, program: str) -> str:

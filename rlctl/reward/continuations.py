@@ -138,7 +138,7 @@ def _next(  # noqa: PLR0911, PLR0912
         return place + 2
     if token == "(":
         end = tokens.index(")", place) if ")" in tokens[place:] else everything
-        return end if _is_aside(tokens[place:end]) else None
+        return end if _is_aside(tokens[place:end], value) else None
     if token == "^":
         return place + 1 if start and tokens[start - 1].casefold() in UNITS else None
     if token == "/":
@@ -182,6 +182,8 @@ def _is_phrase(joint: str, tokens: list[str]) -> bool:
     if joint == "at" and phrase & _EXTREMES:
         return False
     if joint in _OF_A_PART and phrase & ORDINALS and phrase & PARTS - ORDINALS:
+        return False
+    if joint == "of" and phrase in ({"that"}, {"this"}):  # a part of another value
         return False
     if joint == "than" and not phrase:
         return True
@@ -234,8 +236,11 @@ _ASIDES = (
 )
 
 
-def _is_aside(tokens: list[str]) -> bool:
-    """Whether a bracket after a value leaves it as it is: "(not 28)", "(27 cents)", "(rounded)"."""
+def _is_aside(tokens: list[str], value: str) -> bool:
+    """Whether a bracket after a value leaves it as it is: "(not 28)", "(27 cents)", "(twenty-seven)"."""
+    spelled = number_words.in_figures(" ".join(tokens)).strip()
+    if spelled.isdecimal() and not any(map(str.isdecimal, tokens)):
+        return spelled == re.sub(r"[,\s$€£]", "", value)
     words = [token.casefold() for token in tokens if is_word(token) and token != "May"]
     if "than" in words:
         words = [word for word in words if word not in COMPARES]
@@ -288,7 +293,10 @@ _POLITE = re.compile(
     r"|it can(?:not|['’]t) be anything else\b|nothing else (?:works|fits)\b"
     r"|no other (?:solution|value|answer)s? (?:exists?|works?|fits?)\b"
     r"|(?:that|this|it) is (?:right|correct|it|(?:the|our|my) (?:\w+ )?(?:answer|solution|result))\W*\Z"
-    r"|(?:well done|(?:great|good|nice|excellent) (?:job|work)|congratulations|cheers)\W*\Z"
+    r"|(?:well done|(?:great|good|nice|excellent) (?:job|work|question|problem)|congratulations|cheers|great"
+    r"|nice|perfect|excellent|awesome|wonderful|fantastic|amazing|bravo|hooray|yay|easy|simple|okay|ok"
+    r"|all done|there (?:you|we) (?:go|have it)|that['’]s (?:it|all|the answer)|solved|finished"
+    r"|case closed|good luck|enjoy)\W*\Z"
     r"|(?:yes|correct|right|done|qed|verified)\W*\Z|(?:example|question|problem) \d+\W*\Z)",
     re.I,
 )

@@ -53,6 +53,8 @@ _SYSTEM = re.compile(
 )
 _ROW_END = re.compile(r"[,;\s]*\\\\\s*(?=\S)")
 _OR = re.compile(r"\s*(?:\bor\b|\\(?:text\w*|mbox|hbox|mathrm)\s*\{\s*or\s*\})\s*")
+#: The index of a name: of x_1 and x_{12}.
+_INDEX = re.compile(r"_\{?\d+\}?$|(?<=[A-Za-z])\d+$")
 _PRIMES = re.compile(r"([A-Za-z])\s*('+)")
 _NOTATIONS = replacements("of_parser")
 #: Upright text that may be a unit, with its power; "or more" is not one.
@@ -197,6 +199,7 @@ def equal(gold: Any, answer: Any) -> bool:
         answer: the parsed answer. The right side of an equation is compared only if the left side names the
             requested quantity ("m + n = 7") or equals the gold; "y - 3 = 0" does not equal 0.
     """
+    gold, answer = _named_values(gold, answer), _named_values(answer, gold)
     try:
         if _is_system(gold) != _is_system(answer) or (
             _is_vector(gold) != _is_vector(answer) and not (_is_matrix(gold) and _is_matrix(answer))
@@ -261,6 +264,33 @@ def _is_system(expression: Any) -> bool:
     parts = expression.args if isinstance(expression, sympy.FiniteSet) else ()
     names = {part.lhs for part in parts if isinstance(part, sympy.Eq) and part.lhs.is_Symbol}
     return len(parts) == len(names) > 1
+
+
+def _named_values(expression: Any, other: Any) -> Any:
+    """An expression in the form of another one; unchanged if it is in no other.
+
+    (x, y) = (1, 2) beside x = 1, y = 2 is a system; x₁ = 1, x₂ = 2 beside a list of values is the list 1, 2.
+    """
+    if _is_system(other) and isinstance(expression, sympy.Eq):
+        names, values = _point(expression.lhs) or [], _point(expression.rhs) or []
+        if len(names) == len(values) and all(isinstance(name, sympy.Symbol) for name in names):
+            pairs = zip(names, values, strict=True)
+            return sympy.FiniteSet(*(sympy.Eq(name, value, evaluate=False) for name, value in pairs))
+    if _is_system(expression) and _is_list(other) and not _is_relation(other):
+        letters = {_INDEX.sub("", part.lhs.name) for part in expression.args}
+        is_indexed = all(_INDEX.search(part.lhs.name) for part in expression.args)
+        if is_indexed and len(letters) == 1:
+            return sympy.FiniteSet(*(part.rhs for part in expression.args))
+    return expression
+
+
+def in_order(text: str) -> list[Any] | None:
+    """The values of a text that lists two or more without brackets, in their order; else None."""
+    parts = text.split(",")
+    if len(parts) < 2 or re.search(r"[()\[\]{}=<>]", re.sub(r"\{(?:[^{}]|\{[^{}]*\})*\}", "", text)):
+        return None
+    values = [read(part) for part in parts]
+    return values if all(map(is_closed_number, values)) else None
 
 
 def _is_matrix(expression: Any) -> bool:

@@ -30,6 +30,7 @@ from rlctl.reward.numbers import (
     Number,
     calculate,
     in_figures,
+    is_in_several_units,
     legible,
     measure,
     number_and_rest,
@@ -41,7 +42,8 @@ from rlctl.reward.polarity import POLAR, polarity
 from rlctl.reward.protocol import any_accepted, same_and_changed
 from rlctl.reward.spelling import COMMAND, TIME, WORD, WRAPPER, is_words, spelling, unwrapped
 from rlctl.reward.statements import is_statement
-from rlctl.reward.units import NO_UNITS, Units, factor, units_of
+from rlctl.reward.time_of_day import TIME_OF_DAY, is_time_of_day, time_of_day
+from rlctl.reward.units import NO_UNITS, Units, factor, units_of, units_text
 
 if TYPE_CHECKING:
     from rlctl.reward import expressions
@@ -57,8 +59,11 @@ _OPTION = re.compile(
 #: A line or a named value: "x = 5".
 _LINE = re.compile(r"\s*\$?\s*([A-Za-z])\s*=\s*-?[\d./]+[\s.$]*$")
 #: Numbers and products with a second meaning; see `_other_readings`.
-_WITH_COMMA = re.compile(r"-?(?:\d+|\d{1,3}(?: \d{3})+)(?:,|\{,\})(?!\d{3}$)\d+")
-_GROUPS = re.compile(r"-?\d{1,3}(?:,-?\d{3})+")
+_WITH_COMMA = re.compile(r"-?(?:\d+|\d{1,3}(?: \d{3})+)(?:,(?!0$)|\{,\})(?!\d{3}$)\d+")
+_GROUPS = re.compile(r"-?\d{1,3}(?:,-?(?!0)\d{3})+")
+_INDIAN = re.compile(r"-?(?:₹|Rs\.?)?\s?([1-9]\d?(?:,\d\d)+,\d{3})(?:\s*(?:rupees|INR))?")
+#: Values in brackets, without brackets in them.
+_IN_BRACKETS = re.compile(r"\s*(?:\\left\s*)?\(([^()\[\]]+?)(?:\\right\s*)?\)\s*")
 _FACTORS = re.compile(r"\d+(?!(?:st|nd|rd|th)$)[a-z]{1,3}|[a-z]{2}|[abc]{3}|[b-df-hj-np-tv-z]{3}")
 #: Values that a sentence lists: "The answers are 12 and 345."
 _ENUMERATION = re.compile(
@@ -141,17 +146,22 @@ def answer_of(response: str) -> str | None:
     """Returns a response's answer as text that can be a ground truth; None if there is none.
 
     Equal numbers give equal text ("1/2" and "0.5" alike, percent without its sign), lines do not: "x = 5" and
-    "y = 5" differ. Other answers are printed by sympy, or, if they cannot be parsed, returned in their
-    normalised spelling. `rlctl.reward.votes` joins answers that are equal though their texts differ.
+    "y = 5" differ. Units of measurement belong to it ("90 minutes"), other words do not ("90 apples"). Other
+    answers are printed by sympy, or, if they cannot be parsed, returned in their normalised spelling.
+    `rlctl.reward.votes` joins answers that are equal though their texts differ.
     """
     unread = None
     for stated in places(response):
         answer = _reading(stated, is_number=True)
         if isinstance(answer, Number):
             name = _LINE.match(plain(stated.text))
-            return f"{name[1]} = {answer.value}" if name else str(answer.value)
+            return f"{name[1]} = {answer.value}" if name else f"{answer.value}{units_text(answer.units)}"
         if answer is not None:
-            return expressions.as_text(answer)
+            listed = expressions.in_order(unwrapped(stated.text)) if stated.is_whole else None
+            if listed:  # without brackets, which would make it a set or a point
+                return ", ".join(map(expressions.as_text, listed))
+            units = units_text(_units(stated.text)) if stated.is_whole else ""
+            return expressions.as_text(answer) + (units and rf"\text{{{units}}}")
         is_bare = stated.text.strip() == response.strip() and not MATHS.fullmatch(response.strip())
         if stated.is_whole and not is_bare:  # announced, or written as a formula
             unread = unread or spelling(stated.text)
@@ -190,23 +200,50 @@ def grade(response: str, ground_truth: str) -> float:
     for stated in places(response):
         if stated.rest and _states_another(stated.rest, gold):
             break
+        if not stated.is_whole and TIME.search(gold.spelling):
+            return float(is_time_of_day(gold.text, time_of_day(asserted_part(own_part(response)))))
         if stated.is_whole:
             text = unwrapped(_OPTION.sub("", stated.text))
         else:
             text = _formula(stated.text, is_number=gold.is_number) or stated.text
-        spellings = [spelling(stated.text), spelling(text)]
-        if TIME.search(gold.spelling) and not _HALF_DAY.search(gold.spelling):
-            spellings = [_HALF_DAY.sub("", form) for form in spellings]
-        if gold.spelling in spellings:
-            return 1.0
-        answers = [] if gold.is_text else list(_readings(stated, text, is_number=gold.is_number))
-        if answers:
-            return float(_equal(gold, answers, text))
+        is_alike = _is_spelled_alike(gold, stated.text, text)
+        answers = [] if gold.is_text or is_alike else list(_readings(stated, text, is_number=gold.is_number))
+        if is_alike or answers:
+            return float(is_alike or _equal(gold, answers, text))
         if stated.is_marked or (gold.is_text and stated.is_announced):
             break
     else:
         return float(gold.is_text and spelling(_last_statement(response)) == gold.spelling)
     return 0.0
+
+
+def _is_spelled_alike(gold: _Gold, place: str, text: str) -> bool:
+    """Whether the text of a place, or the answer in it, equals the ground truth apart from formatting."""
+    spellings = [spelling(place), spelling(text)]
+    if TIME.search(gold.spelling):
+        if not _HALF_DAY.search(gold.spelling):
+            spellings = [_HALF_DAY.sub("", form) for form in spellings]
+        if is_time_of_day(gold.text, TIME_OF_DAY.fullmatch(text.strip())):
+            return True
+    return gold.spelling in spellings or _lists_in_brackets(text, gold)
+
+
+def _lists_in_brackets(text: str, gold: _Gold) -> bool:
+    """Whether a text is the list of the ground truth, which has no brackets, in brackets and in its order.
+
+    It may be a point or a list then, but not an interval, which would be no list of values.
+    """
+    inner = _IN_BRACKETS.fullmatch(text) if "," in gold.text else None
+    if inner is None:
+        return False
+    if inner[1].strip() == gold.text:
+        return True
+    if gold.is_number and not gold.text.startswith("-"):  # 1,234 is a number, although it may be a list
+        return False
+    values = [expressions.in_order(one) for one in (gold.text, inner[1])]
+    if values[0] is None or values[1] is None or len(values[0]) != len(values[1]):
+        return False
+    return all(map(expressions.equal, *values))
 
 
 def _option(response: str) -> str | None:
@@ -268,6 +305,8 @@ def _other_readings(text: str) -> Iterator[Number | Any]:
         yield Number(Fraction(re.sub(r",|\{,\}", ".", text.replace(" ", ""))))
     if _GROUPS.fullmatch(text) and (values := expressions.read(text.replace(",", ", "))) is not None:
         yield values
+    if indian := _INDIAN.fullmatch(text):
+        yield Number(Fraction(indian[1].replace(",", "")) * (-1 if text.startswith("-") else 1))
     if _FACTORS.fullmatch(text) and (product := expressions.read(text)) is not None:
         yield product
 
@@ -405,7 +444,9 @@ def _statement(sentence: str, *, is_number: bool) -> str:
 def _number(text: str) -> Number | None:
     r"""Parses a text that is only a number, perhaps with a unit: "$1,234", `\frac{1}{2}\text{ inch}^2`."""
     wrapped = WRAPPER.fullmatch(text)
-    bare = expressions.without_units(wrapped[1] if wrapped else text)
+    text = wrapped[1] if wrapped else text
+    is_in_parts = text.count("\\") > 1 and is_in_several_units(text)
+    bare = text if is_in_parts else expressions.without_units(text)
     number = measure(plain(bare), has_unit=not _FRACTION.search(bare))
     if number is None or number.units != NO_UNITS:
         return number
@@ -414,7 +455,8 @@ def _number(text: str) -> Number | None:
 
 def _amount(text: str) -> Number | None:
     """Parses an answer that states only one number: "$18 per day", "x = 5", "20 + 6 = 26 apples"."""
-    shown = text.strip().strip("$")
+    shown = text.strip()
+    shown = shown if _PRICE.match(shown) else shown.strip("$")
     left: list[str] = []
     if not _SEVERAL.search(plain(shown)):
         *left, shown = _EQUALS.split(shown)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import itertools
 import operator
 import re
 import tomllib
@@ -89,6 +90,7 @@ _FULL_WIDTH = {code: code - 0xFEE0 for code in range(0xFF01, 0xFF5F)}
 _INVISIBLE = dict.fromkeys(map(ord, "\u200b\u200c\u200d\u200e\u200f\u2060\ufeff\u00ad"))
 _SPACES = dict.fromkeys(map(ord, "\u00a0\u2007\u2009\u202f\u3000"), " ")
 _PUNCTUATION = {0x3002: ". ", 0x3001: ", ", 0xFF0C: ", ", 0x060C: ", ", 0x061F: "? ", 0x0964: ". "}
+_SEPARATORS = {0x066B: ".", 0x066C: ","}  # of Arabic
 _ARROWS = dict.fromkeys(map(ord, "⇒⟹→⟶"), "=>")
 _SIGNS = dict.fromkeys(map(ord, "\u2212\u2010\u2011\ufe63"), "-") | {0x2044: "/"}
 _VULGAR = {ord(c): " " + unicodedata.normalize("NFKC", c).replace("\u2044", "/") for c in "½⅓⅔¼¾⅕⅖⅗⅘⅙⅚⅛⅜⅝⅞"}
@@ -100,12 +102,16 @@ FOREIGN = r"[\u0400-\u1dff\u2e80-\ud7ff\uf900-\ufdff\ufe70-\ufefe]"
 #: Between such a letter and a number, formula or letter.
 _SCRIPTS = re.compile(rf"(?<={FOREIGN})(?=[-+.$\\\w])(?!{FOREIGN})|(?<=[\d$}}A-Za-z])(?={FOREIGN})")
 _DIGIT = re.compile(r"(?![0-9])\d")
-_CHARACTERS = _FULL_WIDTH | _INVISIBLE | _SPACES | _PUNCTUATION | _ARROWS | _SIGNS | _VULGAR | _SYMBOLS
+_CHARACTERS = (
+    _FULL_WIDTH | _INVISIBLE | _SPACES | _PUNCTUATION | _SEPARATORS | _ARROWS | _SIGNS | _VULGAR | _SYMBOLS
+)
 _RAISED = str.maketrans("⁰¹²³⁴⁵⁶⁷⁸⁹⁻ⁿ", "0123456789-n")
 _EXPONENT = re.compile("[⁰¹²³⁴⁵⁶⁷⁸⁹⁻ⁿ]+")
 _COLOR = re.compile(r"\\(?:text)?color\s*\{\w+\}")
 #: Arithmetic in words, next to digits, and its symbols.
 _IN_WORDS = replacements("in_words", re.IGNORECASE)
+#: Fractions in words, beside figures: "3 quarters".
+_FRACTIONS = replacements("fractions", re.IGNORECASE)
 #: A base in words: "2516 in base 8", `2516_{\\text{eight}}`.
 _IN_BASE = r"(\d+|two|three|four|five|six|seven|eight|nine|ten|eleven|twelve)\b"
 _BASE = re.compile(
@@ -119,6 +125,17 @@ _ROOT = re.compile(
 )
 
 _PLAIN = replacements("plain")
+
+#: A quantity in several units: 3 hours and 30 minutes, 5 ft 4 in; and one of its parts.
+_UNIT_NAME = (
+    r"(?:weeks?|days?|hours?|hrs?|h|minutes?|mins?|seconds?|secs?|s|years?|yrs?|months?|feet|foot|ft|inch(?:es)?|in|yards?"
+    r"|k?m|cm|meters?|metres?|centimeters?|kg|kilograms?|grams?|g|pounds?|lbs?|ounces?|oz)"
+)
+_IN_PARTS = re.compile(
+    rf"(?<![\w.,/^-])\d{{1,6}}\s{{0,3}}{_UNIT_NAME}\b(?:,?\s{{1,3}}(?:and\s{{1,3}})?\d{{1,6}}(?:\.\d{{1,6}})?\s{{0,3}}{_UNIT_NAME}\b){{1,3}}"
+    r"(?!\s*(?:/|\^|per\b))"
+)
+_PART = re.compile(rf"(\d+(?:\.\d+)?)\s*({_UNIT_NAME})\b")
 
 _OPERATORS: dict[type[ast.operator], Callable[[Fraction, Fraction], Fraction]] = {
     ast.Add: operator.add,
@@ -298,7 +315,27 @@ def plain(text: str) -> str:
     text = _POWER_OF_TEN.sub(
         lambda match: f"{Decimal(f'{match[1]}e{match[2] or match[3]}'):f}", in_digits(text)
     )
-    return replaced(text, _PLAIN)
+    return _IN_PARTS.sub(_in_one_unit, replaced(text, _PLAIN))
+
+
+def is_in_several_units(latex: str) -> bool:
+    """Whether a text is a quantity in several units, which `plain` writes in one: 3 hours 30 minutes."""
+    return _IN_PARTS.fullmatch(replaced(latex, _PLAIN).strip()) is not None
+
+
+def _in_one_unit(parts: re.Match[str]) -> str:
+    """A quantity in several units of one kind in the first, largest one: 3 hours 30 minutes is 7/2 hours."""
+    quantities = [(Fraction(part[1]), part[2]) for part in _PART.finditer(parts[0])]
+    units = [units_of(name) for _, name in quantities]
+    ratios = [factor(unit, units[0]) for unit in units if unit[0] is not None]
+    sizes = [ratio for ratio in ratios if ratio is not None]
+    is_one = len(sizes) == len(quantities) and all(a > b for a, b in itertools.pairwise(sizes))
+    if not is_one or any(
+        n * size >= before for (n, _), size, before in zip(quantities[1:], sizes[1:], sizes, strict=False)
+    ):
+        return parts[0]
+    total = sum((number * size for (number, _), size in zip(quantities, sizes, strict=True)), Fraction(0))
+    return f"{total} {quantities[0][1]}"
 
 
 def number_in(sentence: str, *, words: bool = False) -> Number | None:
@@ -323,8 +360,13 @@ def number_in(sentence: str, *, words: bool = False) -> Number | None:
         return None
     rank, _, match = best
     conclusions = list(_CONCLUSION.finditer(sentence, match.end()))
-    if conclusions and not is_statement(sentence[: match.start()], match[0], sentence[match.end() :]):
-        return number_in(sentence[conclusions[-1].end() :])
+    if conclusions:
+        concluded = number_in(sentence[conclusions[-1].end() :])
+        is_result = rank == _RESULT_OF
+        if not is_statement(sentence[: match.start()], match[0], sentence[match.end() :]):
+            return concluded
+        if is_result and concluded is not None and not concluded.equals(_value(match, sentence) or concluded):
+            return concluded
     before = sentence[max(0, match.start() - MAX_CHARS_BEFORE) : match.start()]
     is_one_of_several = bool(
         _NUMBER_AND.search(before)
@@ -357,7 +399,9 @@ def number_and_rest(text: str) -> tuple[str, str]:
 
 def in_figures(text: str) -> str:
     """A text with its numbers in words in digits, if it has no digits."""
-    return text if re.search(r"\d", text) else replaced(number_words.in_figures(text), _IN_WORDS)
+    if re.search(r"\d", text):
+        return text
+    return replaced(replaced(number_words.in_figures(text), _FRACTIONS), _IN_WORDS)
 
 
 def measure(text: str, *, has_unit: bool = True) -> Number | None:

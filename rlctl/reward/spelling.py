@@ -17,6 +17,8 @@ WORD = re.compile(
     rf"(?<![^\W\d_])(?<!\\)[^\W\d_]{{3,}}|{FOREIGN}|(?<!\S)(?i:is|it|so|in|no|of|to|we|he|if|my|il|on|er|es|ha|tu|él|já)(?=[\s,]|$)"
     r"|\b(?i:it|that|there|i)['’][a-z]"
 )
+#: Signs of feet and inches, or minutes and seconds: 5’6”, 5'6\'\'.
+_FEET, _INCHES = re.compile(r"(?<=\d)[’′](?=\d|$)"), re.compile(r"(?<=\d)(?:\'\'|’’|[”″])$")
 TIME = re.compile(r"\d:\d\d")
 #: Words of three or more letters that are mathematical notation.
 _NAMES = re.compile(
@@ -44,7 +46,7 @@ def unwrapped(text: str) -> str:
 def spelling(text: str) -> str:
     """Normalises a text's formatting; equal spellings are equal answers of any kind."""
     text = re.sub(r"(?<=,)\s*(?:\.\.\.|…)\s*$", r"\\dots ", unwrapped(legible(text)))
-    text = text.rstrip("$. \n").lstrip("$ \n")
+    text = _INCHES.sub('"', _FEET.sub("'", text.rstrip("$. \n").lstrip("$ \n")))
     while (shown := WRAPPER.sub(r" \1 ", text)) != text:
         text = shown
     if "{cases}" in text:

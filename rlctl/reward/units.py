@@ -6,7 +6,7 @@ Words that are no unit of measurement ("apples") are not compared, because the q
 from __future__ import annotations
 
 import re
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from fractions import Fraction
 
 #: Kind of measure → its units: names, separated by "|", and the size of the unit in the first unit.
@@ -81,6 +81,7 @@ class Measure:
     kind: str
     size: Fraction
     power: int = 1
+    name: str = field(default="", compare=False)  # as written, with its power
 
 
 #: Numerator and denominator of a unit; None for a word that is no unit of measurement, and if there is none.
@@ -124,9 +125,18 @@ def _measure(word: str, power: int) -> Measure | None:
     measure = next((_MEASURES[name] for name in names if name in _MEASURES), None)
     if measure is None:
         return None
+    name = word if power == 1 else f"{word}^{power}"
     if measure.kind == "volume" and power == 1:  # 1 l is 1000 cm³
-        return Measure("length", measure.size / 1000, 3)
-    return Measure(measure.kind, measure.size**power, power)
+        return Measure("length", measure.size / 1000, 3, name)
+    return Measure(measure.kind, measure.size**power, power, name)
+
+
+def units_text(units: Units) -> str:
+    """Units as `units_of` reads them, after a space: " km/h"; nothing for words that are no units."""
+    over, under = units
+    if over is None:
+        return ""
+    return f" {over.name}/{under.name}" if under else f" {over.name}"
 
 
 def factor(units: Units, others: Units) -> Fraction | None:

@@ -52,6 +52,13 @@ def test_nobody_voted():
         ([r"\boxed{y=2x+3}", r"\boxed{2x+3}", r"\boxed{y=2x+4}"], [0, 0, 2]),
         ([r"\boxed{x>2}", r"\boxed{(2,\infty)}", r"\boxed{[2,\infty)}"], [0, 0, 2]),
         ([r"\boxed{(1,2)}", r"\boxed{\langle 1,2\rangle}", r"\boxed{(2,1)}"], [0, 0, 2]),
+        (["It takes 90 minutes.", "It takes 1.5 hours.", "It takes 90 hours."], [0, 0, 2]),
+        (["The answer is 1.5 hours.", "1 hour 30 minutes", "The answer is 1.5 days."], [0, 0, 2]),
+        ([r"\boxed{2\pi\text{ cm}}", r"\boxed{20\pi\text{ mm}}", r"\boxed{2\pi\text{ mm}}"], [0, 0, 2]),
+        (["$1.50", "150 cents", "€1.50"], [0, 0, 2]),
+        ([r"\boxed{y=2x+1}", r"\boxed{y-2x=1}", r"\boxed{y=2x-1}"], [0, 0, 2]),
+        (["2 liters", "2000 cm^3", "2 cm^3"], [0, 0, 2]),
+        ([r"\boxed{-125, 343}", r"\boxed{(-125,343)}", r"\boxed{-125}"], [0, 0, 2]),
     ],
 )
 def test_answers_that_the_grader_holds_equal_are_one(responses, groups):

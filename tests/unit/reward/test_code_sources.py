@@ -166,7 +166,7 @@ BLOCKS = {
     "code element in a line": "<code>print(1)</code>",
     "pre": '<pre><code class="language-python">\na = "<b>"\nprint(1)\n</code></pre>',
     "python element": "<python>\nprint(1)\n</python>",
-    "element beside a fence": "<code>\nprint(2)\n</code>\n```python\nprint(1)\n```\n<code>\nprint(3)\n</code>",
+    "element beside a fence": "<code>\nprint(2)\n</code>\n```py\nprint(1)\n```\n<code>\nprint(3)\n</code>",
     "element beside a sample": "```\n4 5\n```\n<code>\nprint(1)\n</code>\n```\n20\n```",
     "a program that prints an element": "a = '<code>'\nprint('<code>x</code>')\nprint(1)",
 }
@@ -206,7 +206,11 @@ IN_PARTS = {
         DOUBLES,
         1.0,
     ),
-    "definitions, then a fixed example": (block("def f(x): return 2 * x") + block("print(f(3))"), DOUBLES, 0.0),
+    "definitions, then a fixed example": (
+        block("def f(x): return 2 * x") + block("print(f(3))"),
+        DOUBLES,
+        0.0,
+    ),
     "a class that another uses": (
         block("class Node:\n    def __init__(self, v): self.v = v")
         + block("class Solution:\n    def f(self, x): return Node(x).v + 1"),

@@ -198,8 +198,8 @@ def _last_program(blocks: Sequence[str], tests: Tests | None) -> str:
             place = index
         earlier |= defined
     program = blocks[place]
-    for code in [] if tests is None else blocks[place + 1 :]:
-        if not _SESSION.match(code) and _lacks(program, code, tests):
+    for code in blocks[place + 1 :]:
+        if tests is not None and not _SESSION.match(code) and _lacks(program, code, tests):
             program = f"{program}\n\n{code}"
     return program
 

@@ -240,10 +240,8 @@ def _lists_in_brackets(text: str, gold: _Gold) -> bool:
         return True
     if gold.is_number and not gold.text.startswith("-"):  # 1,234 is a number, although it may be a list
         return False
-    values = [expressions.in_order(one) for one in (gold.text, inner[1])]
-    if values[0] is None or values[1] is None or len(values[0]) != len(values[1]):
-        return False
-    return all(map(expressions.equal, *values))
+    wanted, found = (expressions.in_order(one) or [] for one in (gold.text, inner[1]))
+    return len(wanted) == len(found) > 0 and all(map(expressions.equal, wanted, found))
 
 
 def _option(response: str) -> str | None:

@@ -145,7 +145,8 @@ def _checked_callbacks(callbacks: Callback | Sequence[Callback]) -> list[Callbac
             raise UsageError(f"a callback is a {type(callback).__name__}", where="callbacks", fix=fix)
         if inspect.iscoroutinefunction(callback):
             raise UsageError("a callback cannot be an async function", where="callbacks", fix="write `def`")
-        if problem := call_problem(callback, 1, {}):
+        problem = call_problem(callback, 1, {})
+        if problem:
             message = f"a callback is called with (step, metrics): {problem}"
             raise UsageError(message, where="callbacks", fix=fix)
     return listed
@@ -239,7 +240,8 @@ def evaluate(
 
     target = str(_path_of(model_or_run, "model_or_run"))
     known = [field.name for field in fields(EvaluateRequest)]
-    if unknown := [name for name in options if name not in known]:
+    unknown = [name for name in options if name not in known]
+    if unknown:
         raise UsageError(f"evaluate has no option {unknown[0]}", fix=f"one of {', '.join(known[2:])}")
     request_fields = {"model_or_run": target, "data": [str(name) for name in _listed(data)], **options}
     request = _checked(EvaluateRequest, request_fields)
@@ -491,9 +493,11 @@ def correct(
             where = "" if response_mask is None else " where response_mask is True"
             raise ValueError(f"advantages are NaN or infinite{where}")
     sums = ranks.all_reduce(result.sums)
-    if parts := correction.parts_with_nan(sums, rules):
+    parts = correction.parts_with_nan(sums, rules)
+    if parts:
         raise RunFailure(f"{' or '.join(parts)} returned NaN")
-    if num_bad := int(sums["sequences"] - sums["finite_sequences"]):
+    num_bad = int(sums["sequences"] - sums["finite_sequences"])
+    if num_bad:
         message = f"{num_bad} of {int(sums['sequences'])} sequences have NaN or infinite log-probs"
         warnings.warn(f"{message}: all their tokens are rejected", stacklevel=2)
     factor = correction.normalization_factor(sums, rules)

@@ -67,13 +67,13 @@ class Turns(Sequence[Turn]):
         start = self._ends[index] - self._sizes[index]
         end = self._ends[index]
         return Turn(
-            self.token_ids[start:end],
-            self.log_probs[start:end],
-            self.versions[start:end],
-            self.finish_reasons[index],
-            None if self.kept is None else self.kept.between(start, end),
-            None if self.most_likely is None else self.most_likely.between(start, end),
-            self.experts[index] if self.experts else None,
+            token_ids=self.token_ids[start:end],
+            log_probs=self.log_probs[start:end],
+            versions=self.versions[start:end],
+            finish_reason=self.finish_reasons[index],
+            kept=None if self.kept is None else self.kept.between(start, end),
+            most_likely=None if self.most_likely is None else self.most_likely.between(start, end),
+            experts=self.experts[index] if self.experts else None,
         )
 
     @cached_property
@@ -280,7 +280,9 @@ class Episodes(Sequence[Episode]):
         return self.tokens.units.episode.max(policy_version - self.tokens.versions).clamp(min=0)
 
     def _sequence(self, number: int) -> TokenSequence:
-        tokens, (start, end), (first, last) = self.tokens, self._spans[number], self._sampled_spans[number]
+        tokens = self.tokens
+        start, end = self._spans[number]
+        first, last = self._sampled_spans[number]
         kept, most_likely = (
             None if column is None else column.between(first, last)
             for column in (tokens.columns.get("kept"), tokens.columns.get("most_likely"))

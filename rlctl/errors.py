@@ -172,7 +172,8 @@ def lost_rank(error: BaseException) -> LostRank | None:
         return None
     reason = re.sub(r"^((Gloo \w+ failed with )?\[.*?\] )+", "", first_line(error)).partition(". ")[0]
     fix = "see the first error in the output of the other ranks; continue with --resume RUN_DIR"
-    if not (interface := os.environ.get("GLOO_SOCKET_IFNAME", "the host's")).startswith("lo"):
+    interface = os.environ.get("GLOO_SOCKET_IFNAME", "the host's")
+    if not interface.startswith("lo"):
         fix += f". If there is none, others cannot reach this node at its interface {interface}: set "
         fix += "GLOO_SOCKET_IFNAME and NCCL_SOCKET_IFNAME to the one that they reach"
     return LostRank(f"another rank has ended or cannot be reached: {reason}", fix=fix)

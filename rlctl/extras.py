@@ -77,5 +77,6 @@ def require(*modules: str) -> None:
     Raises:
         MissingPackage: the first one that cannot.
     """
-    if missing := first_missing(*modules):
+    missing = first_missing(*modules)
+    if missing:
         raise missing

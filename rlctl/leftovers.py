@@ -159,7 +159,8 @@ def _tell(line: str) -> None:
     if sys.platform != "linux":
         return
     with contextlib.suppress(OSError):  # a keeper that was killed; no processes or memory left
-        if not (keeper := _keepers.get(os.getpid())):
+        keeper = _keepers.get(os.getpid())
+        if not keeper:
             command = [
                 sys.executable,
                 "-I",
@@ -202,7 +203,8 @@ class _Keeper:
     """
 
     def __init__(self, owner: int) -> None:
-        self._owner, self._text = owner, b""
+        self._owner = owner
+        self._text = b""
         self._parents = set[Path]()
         self._directories = list[Path]()
         self._descendants: set[int] = set()

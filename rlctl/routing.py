@@ -99,7 +99,9 @@ class Routing(TorchFunctionMode):
 
     def __init__(self, mixture: Mixture, experts: Tensor | None = None, *, first: int = 0) -> None:
         super().__init__()
-        self._mixture, self._experts, self._first = mixture, experts, first
+        self._mixture = mixture
+        self._experts = experts
+        self._first = first
         self.chosen: list[Tensor] = []
         self._outer: Routing | None = None
 
@@ -125,7 +127,8 @@ class Routing(TorchFunctionMode):
         if not self._is_of_router(scores, result.indices):
             return result
         if self._experts is not None:
-            if (ranks := _ranks()) is not None:
+            ranks = _ranks()
+            if ranks is not None:
                 ranks.add(self._router, scores, self._experts)
             else:
                 experts = self._replayed(self._experts, result.indices)
@@ -237,7 +240,8 @@ def foreign_routes(sums: Tensor) -> str:
     """
     counts = sums[..., 1]
     scores = sums[..., 0] / counts.clamp(min=1)
-    own, judged = scores.diagonal(), counts.diagonal() >= _FEWEST_EXPERTS
+    own = scores.diagonal()
+    judged = counts.diagonal() >= _FEWEST_EXPERTS
     foreign = (own > _FOREIGN) & judged
     if not foreign.any():
         return ""

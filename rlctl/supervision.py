@@ -80,7 +80,8 @@ def _waited(child: int, ends: dict[int, int], grace_s: float, *, keeps_orphans: 
         poll.register(ended, select.POLLIN)
     while True:
         ready = {end for end, _ in poll.poll(_LOOK_OFTEN_MS if ended < 0 else _LOOK_MS)}
-        if (code := _reaped(child)) is not None:
+        code = _reaped(child)
+        if code is not None:
             return code
         if ready & ends.keys():
             break

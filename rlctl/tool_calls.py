@@ -44,7 +44,8 @@ def parse_calls(text: str, tools: Sequence[Mapping[str, Any]] = ()) -> tuple[lis
     """
     calls: list[ToolCall] = []
     for block in _blocks(text):
-        if functions := _FUNCTION.findall(block):
+        functions = _FUNCTION.findall(block)
+        if functions:
             calls += [_typed(name, _PARAMETER.findall(body), tools) for name, body in functions]
         elif glm := _GLM.match(block):
             calls.append(_typed(glm[1], _GLM_ARGUMENT.findall(glm[2]), tools))
@@ -59,9 +60,11 @@ def parse_calls(text: str, tools: Sequence[Mapping[str, Any]] = ()) -> tuple[lis
 
 def _blocks(text: str) -> list[str]:
     """The parts of a reply that are tool calls."""
-    if calls := _HERMES.findall(text):
+    calls = _HERMES.findall(text)
+    if calls:
         return list(calls)
-    if calls := _DEEPSEEK.findall(text):
+    calls = _DEEPSEEK.findall(text)
+    if calls:
         return [_named(name, arguments) for name, arguments in calls]
     if "[TOOL_CALLS]" in text:
         parts = text.split("[TOOL_CALLS]")[1:]
@@ -125,7 +128,8 @@ JSON = json.JSONDecoder(
 
 def _values(text: str) -> list[Any] | None:
     """The JSON values in a text; None if it is something else."""
-    values, position = [], 0
+    values = []
+    position = 0
     try:
         while position < len(text := text.rstrip("; \t\r\n")):
             position += len(text[position:]) - len(text[position:].lstrip("; \t\r\n"))

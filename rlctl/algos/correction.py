@@ -136,7 +136,16 @@ def correct(
         total = total[used]
     token = gap.clamp_(-LOG_RATIO_CLAMP, LOG_RATIO_CLAMP)
     unit = rules.responses(units)
-    log_ratio = LogRatio(token, total, log_probs, rollout_log_probs, units, unit, advantages, age)
+    log_ratio = LogRatio(
+        token=token,
+        total=total,
+        train=log_probs,
+        rollout=rollout_log_probs,
+        units=units,
+        unit=unit,
+        advantages=advantages,
+        age=age,
+    )
     sums |= _gap_sums(log_ratio)
     keep = torch.ones_like(gap, dtype=torch.bool)
     for rule in rules.reject:
@@ -150,7 +159,15 @@ def correct(
         weights = weights.new_zeros(len(inside)).masked_scatter(inside, weights)
     sums = {name: value.double() for name, value in sums.items()}
     weights = keep.float() if rules.weight.level is None else weights
-    return Correction(weights, keep, nonfinite, saturated, sums, raw, bounded)
+    return Correction(
+        weights=weights,
+        keep=keep,
+        nonfinite=nonfinite,
+        saturated=saturated,
+        sums=sums,
+        raw=raw,
+        bounded=bounded,
+    )
 
 
 def _check_inputs(
@@ -160,7 +177,8 @@ def _check_inputs(
         if values.dtype not in (torch.float32, torch.float64):
             message = f"{name} must be float32, not {values.dtype}: compute log_softmax in float32"
             raise ValueError(f"{message}; half precision is coarser than the mismatch")
-    if missing := [name for name in rules.needs if more[name] is None]:
+    missing = [name for name in rules.needs if more[name] is None]
+    if missing:
         raise ValueError(f"a rule of this correction needs `{missing[0]}`, and the batch has none")
     required = required | {name: column for name, column in more.items() if column is not None}
     for message in ("shape", "device"):
@@ -168,7 +186,8 @@ def _check_inputs(
         if len(set(each.values())) > 1:
             words = ", ".join(f"{name} {tuple(x) if message == 'shape' else x}" for name, x in each.items())
             raise ValueError(f"{message}s differ: {words}")
-    if (shape := required["log_probs"].shape) != (units.sequence.total,):
+    shape = required["log_probs"].shape
+    if shape != (units.sequence.total,):
         raise ValueError(f"{tuple(shape)} log-probs do not fit {units.sequence.total} tokens")
 
 

@@ -318,7 +318,8 @@ def optimal_token_baseline(inputs: AdvantageInputs) -> Estimate:
     episode contributes at t if it has a token t. Where only one does, the baseline is 0, as in the authors'
     code: the tail of the longest episode keeps its plain return.
     """
-    unit, group_ids = inputs.unit, inputs.group_ids
+    unit = inputs.unit
+    group_ids = inputs.group_ids
     norms = known(inputs.score_norms).double().clamp(min=0.0)  # ≥ 0 except for rounding
     plain = reward_to_go(inputs.token_rewards, unit, 1.0)
     returns, energy, present = (unit.padded(x) for x in (plain, unit.cumsum(norms), torch.ones_like(norms)))
@@ -379,7 +380,9 @@ def gae_recursion(
     for reward, value, discount, trace in reversed(list(zip(*columns, strict=True))):
         delta = reward + later_discount * later_value - value
         later_advantage = delta + later_trace * later_advantage
-        later_value, later_discount, later_trace = value, discount, trace
+        later_value = value
+        later_discount = discount
+        later_trace = trace
         advantages.append(later_advantage)
     flat_advantages = unit.flat(torch.stack(advantages[::-1], 1)) if advantages else torch.zeros_like(values)
     return flat_advantages, flat_advantages + values

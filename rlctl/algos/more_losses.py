@@ -122,7 +122,8 @@ def ctpo(rule: LossRule, inputs: LossInputs) -> TokenLoss:
     R_t passes gradient to token t only. The dual clip of negative advantages grows with t as well.
     """
     p: CtpoParams = rule.params
-    token, advantages = inputs.log_ratio, inputs.advantages
+    token = inputs.log_ratio
+    advantages = inputs.advantages
     own = token - token.detach()
     log_r = inputs.unit.cumsum(token.detach()).to(token.dtype).clamp(-LOG_RATIO_CLAMP, 10.0) + own
     scale = (inputs.unit.places + 1).to(token.dtype) ** p.power
@@ -149,7 +150,8 @@ def gmpo(rule: LossRule, inputs: LossInputs) -> TokenLoss:
     Equals GMPO's loss under `seq-mean-token-mean`. As in `gspo`, each token carries its own gradient.
     """
     p: GmpoParams = rule.params
-    token, advantages = inputs.log_ratio, inputs.advantages
+    token = inputs.log_ratio
+    advantages = inputs.advantages
     inside = token.clamp(-p.low, p.high)
     bounded = torch.where(advantages > 0, torch.minimum(token, inside), torch.maximum(token, inside))
     mean = inputs.unit.spread(inputs.unit.mean(bounded.detach()).to(token.dtype))
@@ -221,7 +223,8 @@ def sampler_penalty(rule: LossRule, inputs: LossInputs) -> TokenLoss:
     The penalty also applies to masked tokens and pulls them back to π_old.
     """
     p: SamplerPenaltyParams = rule.params
-    gap, advantages = inputs.log_ratio, inputs.advantages
+    gap = inputs.log_ratio
+    advantages = inputs.advantages
     new = inputs.log_probs.detach().exp()
     old = inputs.old_log_probs.exp()
     threshold = p.threshold or (0.2 if p.region == "dppo" else 0.1)

@@ -45,7 +45,8 @@ class Segments:
     def __init__(self, lengths: Tensor, order: Tensor | None = None) -> None:
         if lengths.ndim != 1 or lengths.dtype != torch.int64 or bool((lengths < 0).any()):
             raise ValueError("lengths of segments must be (K,) int64, none negative")
-        self.lengths, self.order = lengths, order
+        self.lengths = lengths
+        self.order = order
 
     @classmethod
     def of_index(cls, index: Tensor, count: int) -> Segments:
@@ -178,7 +179,8 @@ class Units:
             turns    0 0 2 1 1
             order    0 1 3 4 2    `order[k]`: column of the k-th sampled token; read by `cumsum` and `places`
         """
-        inside, of = sequence.index, episode.index
+        inside = sequence.index
+        of = episode.index
         starts = torch.ones_like(inside, dtype=torch.bool)
         starts[1:] = (inside[1:] != inside[:-1]) | (turns[1:] != turns[:-1])
         turn = Segments(torch.bincount(starts.cumsum(0) - 1))

@@ -134,7 +134,9 @@ class PrefixSums:
         """The figures; None: no sequence has finite log-ratios."""
         if not self._lengths:
             return None
-        count, mean, square = self._tokens[0], self._tokens[1], self._tokens[2]
+        count = self._tokens[0]
+        mean = self._tokens[1]
+        square = self._tokens[2]
         chi2 = max(count * square / mean**2 - 1.0, 0.0)  # of ρ with mean 1, as effective sample sizes are
         prefixes = [
             Prefix(length, int(number), total**2 / (number * squares))

@@ -176,7 +176,8 @@ def run(arguments: list[str]) -> int:
             try:
                 Path.cwd()
             except FileNotFoundError:
-                message, fix = "the working directory no longer exists", "cd into another directory"
+                message = "the working directory no longer exists"
+                fix = "cd into another directory"
                 raise EnvironmentFailure(message, fix=fix) from None
             for old, new in _RENAMED.items():
                 if tuple(arguments[: len(old)]) == old:
@@ -194,7 +195,8 @@ def run(arguments: list[str]) -> int:
     except KeyboardInterrupt:
         return 130
     except Exception as error:
-        if failure := _failure_of(error):
+        failure = _failure_of(error)
+        if failure:
             from rlctl.cli.output import print_error
 
             print_error(failure)
@@ -237,7 +239,8 @@ def _report_bug(error: Exception) -> None:
         "w", prefix="rlctl-traceback-", suffix=".txt", delete=False, encoding="utf-8"
     ) as file:
         file.write(text)
-    if line := line_in_user_code(error):
+    line = line_in_user_code(error)
+    if line:
         from rlctl.cli.output import print_error
 
         fix = f"correct the function; the traceback is in {file.name}"

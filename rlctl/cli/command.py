@@ -66,7 +66,8 @@ class _Help:
         for paragraph in (self.help or "").split("\n\n"):
             formatter.write_paragraph()
             with formatter.indentation():
-                if (text := " ".join(paragraph.split())).startswith(("rlctl ", "kubectl ")):
+                text = " ".join(paragraph.split())
+                if text.startswith(("rlctl ", "kubectl ")):
                     text = re.sub(r"( --?[a-z][\w-]*) (?=[^-])", "\\1\N{NO-BREAK SPACE}", text)
                     lines = textwrap.wrap(
                         text, formatter.width - 6, break_long_words=False, break_on_hyphens=False
@@ -81,7 +82,8 @@ class _Help:
         try:
             return super().make_context(*args, **extra)  # type: ignore[misc]
         except Exception as error:
-            if isinstance(message := getattr(error, "message", None), str):
+            message = getattr(error, "message", None)
+            if isinstance(message, str):
                 error.message = visible(message)  # type: ignore[attr-defined]
             raise
 

@@ -133,7 +133,8 @@ def diagnose(
         "--sampler-test": sampler_test,
         "--plan": plan,
     }
-    if asked := [option for option, is_asked in questions.items() if is_asked]:
+    asked = [option for option, is_asked in questions.items() if is_asked]
+    if asked:
         from rlctl.cli.diagnose_questions import ask
 
         if len(asked) > 1:

@@ -59,7 +59,9 @@ def print_dry_run(loaded: LoadedSpec, options: PlanOptions) -> int:
         UsageError: no machine of this name is known; the mean response is longer than the longest, or its run
             has none.
     """
-    spec, console, machine = loaded.spec, unwrapped(), options.machine
+    spec = loaded.spec
+    console = unwrapped()
+    machine = options.machine
     most = spec.data.max_response_length
     mean_response = None if options.mean_response is None else _mean_response(options.mean_response, most)
     placement = Placement(spec, model_size(spec.model), machine_of(machine), mean_response)
@@ -162,7 +164,8 @@ def _print_values(loaded: LoadedSpec, console: Console) -> None:
 
 def _print_parts(spec: RunSpec, console: Console) -> None:
     print_title("Algorithm", console)
-    algorithm, actor = spec.algorithm, spec.actor
+    algorithm = spec.algorithm
+    actor = spec.actor
     used = [
         (ADVANTAGE_ESTIMATORS, algorithm.adv_estimator),
         (POLICY_LOSSES, algorithm.rollout_correction.loss_type),
@@ -172,7 +175,8 @@ def _print_parts(spec: RunSpec, console: Console) -> None:
     for registry, name in used:
         registered = registry.part(name)
         print_indented(Text.assemble((name, "bold"), f", {registry.kind}: {registered.title}"), 2, console)
-        if details := "; ".join(filter(None, (registered.formula, registered.source))):
+        details = "; ".join(filter(None, (registered.formula, registered.source)))
+        if details:
             print_indented(Text(details, "dim"), 6, console)
 
 
@@ -298,7 +302,8 @@ def _print_stages(placement: Placement, console: Console) -> None:
         rows.append((stage.name, gib(stage.gpu), gib(stage.host), seconds, Text(moved, "dim")))
     headings = ("stage", "GPU", "host", "seconds", "moved")
     print_table(console, headings, rows, right=range(1, 4), indent=2)
-    if total := placement.intervals.get("whole step"):
+    total = placement.intervals.get("whole step")
+    if total:
         speed = summary.speed_of(placement)
         words = f"one step: {total} s, {speed} tokens per second on all GPUs together"
         print_indented(Text(words, "bold"), 2, console)

@@ -19,7 +19,8 @@ def plan_document(placement: Placement, problems: Sequence[Problem]) -> dict[str
     missing or assumed. `own_design` has the seconds of a step with work that other software does and rlctl
     leaves out.
     """
-    machine, size = placement.machine, placement.size
+    machine = placement.machine
+    size = placement.size
     whole = placement.intervals.get("whole step")
     return {
         "machine": {

@@ -60,7 +60,8 @@ def print_verdict(problems: Sequence[Problem], placement: Placement, console: Co
 
 def _figures(placement: Placement) -> list[tuple[str, str]]:
     """Peak memory, time of a step, length of the run."""
-    spec, machine = placement.spec, placement.machine
+    spec = placement.spec
+    machine = placement.machine
     known = [item for item in placement.gpu_parts if item.num_bytes is not None]
     more_than = "" if len(known) == len(placement.gpu_parts) else "over "
     peak = f"{more_than}{gib(memory_total(known))}" if known else "unknown"
@@ -94,7 +95,8 @@ def _figures(placement: Placement) -> list[tuple[str, str]]:
 
 def speed_of(placement: Placement) -> Seconds:
     """Tokens of prompts and responses per second, on all GPUs together: the two ends."""
-    seconds, tokens = placement.intervals["whole step"], placement.tokens() * placement.spec.world_size
+    seconds = placement.intervals["whole step"]
+    tokens = placement.tokens() * placement.spec.world_size
     return Seconds(tokens / seconds.high, tokens / seconds.low)
 
 

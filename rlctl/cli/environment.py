@@ -197,7 +197,8 @@ def _print(console: Console, audit: EnvironmentAudit, template: TemplateAudit | 
     )
     console.print(end="\n" if audit.tools else "")
     print_table(console, headings, rows, right=range(1, 10))
-    if tokens := _prompt_tokens(audit):
+    tokens = _prompt_tokens(audit)
+    if tokens:
         text = "\nfirst prompts: {least} to {most} tokens, {median:g} in the median".format(**tokens)
         console.print(f"{text}, with tools and what reset said; data.max_prompt_length must allow them")
     for scene in template.scenes if template else []:

@@ -70,7 +70,8 @@ def _print(report: CompareReport, console: Console) -> None:
             rows = [(row.name, *row.cells) for row in difference_rows(comparison)]
             print_table(console, ("", *DIFFERENCE_HEADINGS), rows, right=range(1, 9), wide=True)
         console.print(Text(comparison.conclusion, style="bold"), soft_wrap=True)
-    if counts := flipped_counts(report):
+    counts = flipped_counts(report)
+    if counts:
         console.print(Text(f"\n{counts}", style="bold"))
     for question in report.flipped:
         console.print()

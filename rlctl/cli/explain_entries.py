@@ -30,14 +30,18 @@ def entries_of(name: str | None) -> list[Entry]:
             {"name": section, "meaning": inspect.cleandoc(kind.__doc__ or "")}
             for section, kind in known_sections().items()
         ]
-    if entries := [*_of_spec(name), *_of_metric(name), *_of_parts(name)]:
+    entries = [*_of_spec(name), *_of_metric(name), *_of_parts(name)]
+    if entries:
         return entries
-    if entries := _of_frameworks(name):
+    entries = _of_frameworks(name)
+    if entries:
         return entries
-    if entries := _mentions(name):
+    entries = _mentions(name)
+    if entries:
         return entries
     nearest = _nearest(name)
-    if entries := [] if (nearest or "").startswith("did you mean") else _of_frameworks(name, by_prefix=True):
+    entries = [] if (nearest or "").startswith("did you mean") else _of_frameworks(name, by_prefix=True)
+    if entries:
         return entries
     message = f"neither a key of the spec, nor a metric, nor the name of a part: {name}"
     raise UsageError(message, fix=nearest)
@@ -98,7 +102,8 @@ def _of_spec(name: str) -> list[Entry]:
                 preset.name: read_yaml_file(preset.path, leaves).leaves.get(key)
                 for preset in all_presets().values()
             }
-            if set_by := [f"{preset}: {show(leaf.value)}" for preset, leaf in values.items() if leaf]:
+            set_by = [f"{preset}: {show(leaf.value)}" for preset, leaf in values.items() if leaf]
+            if set_by:
                 entry["presets"] = set_by
         entries.append(entry)
     return entries

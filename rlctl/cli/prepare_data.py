@@ -81,7 +81,8 @@ def _template_kwargs(model: str | None, texts: list[str] | None) -> dict[str, An
     from rlctl.run_spec.load import load_spec
 
     if model is None:
-        where, fix = "--chat-template-kwargs", "name the model with --model"
+        where = "--chat-template-kwargs"
+        fix = "name the model with --model"
         raise UsageError("arguments of a chat template need a model", where=where, fix=fix)
     spec = load_spec(overrides=[f"data.chat_template_kwargs.{text}" for text in texts]).spec
     return dict(spec.data.chat_template_kwargs)
@@ -193,14 +194,14 @@ def parquet(
         context.params,
         sources=tuple(sources),
         recipe=Recipe(
-            recipe,
-            prompt_key,
-            answer_key,
-            data_source,
-            system_prompt,
-            instruction,
-            source_key,
-            continue_final_message,
+            name=recipe,
+            prompt_key=prompt_key,
+            answer_key=answer_key,
+            data_source=data_source,
+            system_prompt=system_prompt,
+            instruction=instruction,
+            source_key=source_key,
+            continue_final_message=continue_final_message,
         ),
         val_fraction=0.05 if val_fraction is None else val_fraction,
         against=tuple(against or ()),

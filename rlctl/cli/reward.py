@@ -61,7 +61,14 @@ def reward(
     read = read_any(data, reward=spec.reward, continue_final_message=True)[:limit]
     check_needs(read, spec.reward)
     rows = {
-        row.where: Sample("", row.ground_truth, row.prompt_text, row.data_source, row.extra, messages_of(row))
+        row.where: Sample(
+            response="",
+            ground_truth=row.ground_truth,
+            prompt=row.prompt_text,
+            data_source=row.data_source,
+            extra_info=row.extra,
+            messages=messages_of(row),
+        )
         for row in read
     }
     from rich.progress import MofNCompleteColumn, TimeRemainingColumn

@@ -60,7 +60,8 @@ def _print_runs(console: Console, found: list[RunState], root: Path, names: Coun
     if not found:
         console.print(f"No runs below {root}. `rlctl train --preset rloo-seq-is` starts one.", markup=False)
         return
-    rows, reasons = [], []
+    rows = []
+    reasons = []
     for run in found:
         is_short = root == RUNS and names[run.path.name] == 1
         name = run.path.name if is_short else str(run.path)

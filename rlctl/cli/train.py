@@ -160,7 +160,13 @@ def train(
     if dry_run:
         from rlctl.cli.dry_run import PlanOptions, print_dry_run
 
-        options = PlanOptions(show_all, machine, mean_response, resume, output_format)
+        options = PlanOptions(
+            show_all=show_all,
+            machine=machine,
+            mean_response=mean_response,
+            resumed=resume,
+            output_format=output_format,
+        )
         raise typer.Exit(print_dry_run(loaded, options))
     _refuse_options_of_plans(machine, mean_response, output_format)
     if print_command:
@@ -253,10 +259,12 @@ def _print_summary(run_dir: Path) -> None:
         _print_learned(console, summary)
     else:
         console.print("The run was already complete; for more steps: trainer.total_training_steps=N")
-    if reason := summary.get("early_stop"):
+    reason = summary.get("early_stop")
+    if reason:
         console.print(f"\nEnded early: {reason}", markup=False)
     guardrails = summary.get("guardrails", {})
-    if reason := guardrails.get("stopped_because"):
+    reason = guardrails.get("stopped_because")
+    if reason:
         console.print(f"\nGuardrails stopped the run: {reason}", markup=False)
     elif guardrails.get("alarms"):
         console.print("\nGuardrails: {alarms} alarms, {interventions} interventions".format(**guardrails))
@@ -274,7 +282,8 @@ def _print_learned(console: Console, summary: dict[str, Any]) -> None:
         "rollout_corr/rollout_rs_masked_fraction": "masked fraction",
         "response_length/mean": "response length",
     }
-    first, last = summary["first"], summary["last"]
+    first = summary["first"]
+    last = summary["last"]
     rows = [
         (name, *(f"{end[key]:.3f}" if key in end else "" for end in (first, last)))
         for key, name in names.items()
@@ -337,7 +346,8 @@ def _may_resume(
     from rlctl.track.trust import require_permission_of_run
 
     if preset or flags:
-        message, fix = "a resumed run continues with its own spec", "change single values with key=value"
+        message = "a resumed run continues with its own spec"
+        fix = "change single values with key=value"
         left_out = "--preset" if preset else "--model, --data and --reward"
         raise UsageError(message, where=str(spec_file), fix=f"leave {left_out} out; {fix}")
     accepts = {"trainer.accept_changed_inputs=true", "trainer.accept_changed_inputs=True"} & set(values)

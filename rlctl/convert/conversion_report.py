@@ -18,8 +18,10 @@ def spec_yaml(result: Translation, name: str) -> str:
     """Formats the spec as YAML, with the origin of every value; missing values are `???`."""
     lines = [f"# {name}, a configuration of {result.table.title}, translated by `rlctl import`."]
     missing = {problem.key: problem.what for problem in result.problems if problem.severity == "error"}
-    given = {key: f"{key}: {_yaml(value)}  # {visible(result.origins[key], keep='')}"
-             for key, value in result.spec.items()}  # fmt: skip
+    given = {
+        key: f"{key}: {_yaml(value)}  # {visible(result.origins[key], keep='')}"
+        for key, value in result.spec.items()
+    }
     section = ""
     for key in dict.fromkeys((*known_leaves(), *given, *missing)):
         if key not in given and key not in missing:
@@ -61,7 +63,8 @@ def document(result: Translation, text: str) -> dict[str, Any]:
 def sections(result: Translation) -> Iterator[tuple[str, list[KeyOutcome] | list[str]]]:
     """Yields the headings of a report, and the rows or lines below each."""
     for status, title in STATUSES.items():
-        if rows := [row for row in result.rows if row.status == status]:
+        rows = [row for row in result.rows if row.status == status]
+        if rows:
             yield f"{title} ({len(rows)})", rows
     if result.implied:
         yield f"framework defaults that differ from rlctl's ({len(result.implied)})", result.implied

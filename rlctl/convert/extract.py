@@ -32,7 +32,8 @@ class ExtractedFile:
     """
 
     def __init__(self, path: Path, script: PythonFile) -> None:
-        self.path, self._script = path, script
+        self.path = path
+        self._script = script
         self._nodes: dict[str, ast.stmt] = {}  # name → statement of the script that binds it
         self._classes: list[str] = []  # texts of classes that are written anew
 

@@ -97,7 +97,10 @@ class PythonFile:
         library: frozenset[str],
         options: Mapping[str, Any] | None = None,
     ) -> None:
-        self.path, self.tree, self.variables, self.library = path, tree, variables, library
+        self.path = path
+        self.tree = tree
+        self.variables = variables
+        self.library = library
         self.options = options or {}
         self._open: set[str] = set()  # names whose values are being found
 
@@ -170,7 +173,8 @@ class PythonFile:
 
     def _definition(self, name: str, node: Any) -> Definition:
         definition = Definition(f"{shown_path(self.path)}:{name}")
-        definition.file, definition.node = self, node
+        definition.file = self
+        definition.node = node
         definition.at_top = self.tree is None or any(node is top for top in self.tree.body)
         return definition
 
@@ -447,7 +451,8 @@ _PRETRAINED = ("pretrained_model_name_or_path", "model_name")
 
 def _library(name: str, call: ast.Call | None = None) -> LibraryName:
     library_name = LibraryName(name if call is None else ast.unparse(call))
-    library_name.name, library_name.call = name, call
+    library_name.name = name
+    library_name.call = call
     return library_name
 
 

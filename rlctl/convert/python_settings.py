@@ -132,7 +132,8 @@ def _python_settings(table: KeyTable, file: PythonFile, tree: ast.Module) -> Ite
                     f"trainer.{name}", [Unresolved(ast.unparse(node))], f"line {node.lineno}"
                 )
             case ast.Assign(targets=[ast.Attribute(value=ast.Name(id=variable), attr=name), *_]):
-                if (kind := configs.get(variable, "")) in kinds:
+                kind = configs.get(variable, "")
+                if kind in kinds:
                     yield from _argument(table, file, kinds[kind], name, node.value)
 
 

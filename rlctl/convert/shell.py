@@ -121,7 +121,8 @@ def _words(node: Node, after: str = "") -> list[Arg]:
 
 class _Shell:
     def __init__(self, path: Path, variables: dict[str, str], arguments: list[str], notes: list[str]) -> None:
-        self.path, self.notes = path, notes
+        self.path = path
+        self.notes = notes
         self.variables: dict[str, str | list[Arg]] = dict(variables)
         self.arguments = arguments
         self.functions: dict[str, Node] = {}
@@ -173,8 +174,12 @@ class _Shell:
                 success = self._run([left])
                 return success if success is (sign == "||") else self._run([right])
             case "redirected_statement":
-                bodies = [child for inner in node.named_children for child in inner.named_children
-                          if child.type == "heredoc_body"]  # fmt: skip
+                bodies = [
+                    child
+                    for inner in node.named_children
+                    for child in inner.named_children
+                    if child.type == "heredoc_body"
+                ]
                 lines = _raw(bodies[0]).removesuffix("\n") if bodies else document
                 return self._statement(node.children[0], lines)
             case "if_statement":

@@ -70,7 +70,8 @@ def read(
     copied: ExtractedFile | None = None
     if kind == "shell":
         started = commands(text, path=path, environment=environment, arguments=arguments, notes=notes)
-        if launch := _launched_script(path, started, chosen):
+        launch = _launched_script(path, started, chosen)
+        if launch:
             script, words, at = launch
             launched, copied = _from_script(script, words, at, chosen, environment, functions, notes)
         else:
@@ -194,7 +195,8 @@ def _from_shell(
             pending += started(nested[0])
             continue
         for key_table in chosen:
-            if launched := _launched_at(key_table, words):
+            launched = _launched_at(key_table, words)
+            if launched:
                 start, variant = launched
                 launches.append((key_table, [*variant, *_options(key_table, words, start, path, notes)]))
     if not launches:
@@ -239,7 +241,8 @@ def _options(
         line = f"line {args[at].line}"
         is_launcher = at < start
         at += 1
-        if unset := re.fullmatch(r"\$\{(\w+)\[[@*]\]\}", text):
+        unset = re.fullmatch(r"\$\{(\w+)\[[@*]\]\}", text)
+        if unset:
             note = f"{line}: {unset[1]} is not set in the file: its options are not read"
             if note not in notes:
                 notes.append(note)

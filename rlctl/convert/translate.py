@@ -68,7 +68,8 @@ def translate(source: ForeignConfig) -> Translation:
     values = defaults | settings
     computed = {target: _computed(formula, values) for target, formula in table.formulas.items()}
     for key, value in table.constants.items():
-        result.spec[key], result.origins[key] = value, f"always so in {table.title}"
+        result.spec[key] = value
+        result.origins[key] = f"always so in {table.title}"
     faults = {
         target: _faulty(table.formulas[target], values, defaults, settings)
         for target, value in computed.items()
@@ -131,13 +132,23 @@ def _add_row(
     result: Translation, setting: ForeignSetting, values: dict[str, Any], computed: dict[str, Any]
 ) -> None:
     """Adds the row of a key; `computed`: spec keys that formulas compute from it."""
-    table, key = result.table, setting.key
+    table = result.table
+    key = setting.key
     rule = table.rule(key)
     # Under an unsupported prefix, only a name that differs in about one letter counts as a misspelling.
     nearest = closest(key, table.keys, cutoff=0.8 if rule is None else 0.96)
     if rule is None or (key not in table.keys and nearest and abs(len(nearest) - len(key)) < 2):
         note = f"did you mean {nearest}?" if nearest else ""
-        result.rows.append(KeyOutcome(key, setting.value, "unknown", {}, note, setting.where))
+        result.rows.append(
+            KeyOutcome(
+                key=key,
+                value=setting.value,
+                status="unknown",
+                became={},
+                note=note,
+                where=setting.where,
+            )
+        )
         return
     targets = ({rule.to: _mapped(rule, values[key])} if rule.to else {}) | computed
     targets = {target: value for target, value in targets.items() if value is not _LEFT_OUT}
@@ -170,7 +181,16 @@ def _add_row(
         note = f"not determined by the file{': ' if note else ''}{note}"
     result.spec |= became
     result.origins |= dict.fromkeys(became, f"{key}, {setting.where}")
-    result.rows.append(KeyOutcome(key, setting.value, status, became, note, setting.where))
+    result.rows.append(
+        KeyOutcome(
+            key=key,
+            value=setting.value,
+            status=status,
+            became=became,
+            note=note,
+            where=setting.where,
+        )
+    )
 
 
 def _shown(value: Any) -> str:
@@ -201,7 +221,16 @@ def _add_defaults(
         if key in settings or (default is None and not rule.to):
             continue
         if rule.unsupported and not _is_neutral(rule, default):
-            result.implied.append(KeyOutcome(key, default, "not supported", {}, rule.unsupported, ""))
+            result.implied.append(
+                KeyOutcome(
+                    key=key,
+                    value=default,
+                    status="not supported",
+                    became={},
+                    note=rule.unsupported,
+                    where="",
+                )
+            )
             continue
         targets = {rule.to: _mapped(rule, default)} if rule.to and default is not None else {}
         targets |= {target: computed[target] for target in result.table.read_by.get(key, [])}
@@ -219,7 +248,14 @@ def _add_defaults(
         difference = rule.difference(default, defaults | settings)
         status: Status = "different" if difference else "same"
         result.implied.append(
-            KeyOutcome(key, default, status, became, difference or rule.remark(default), "")
+            KeyOutcome(
+                key=key,
+                value=default,
+                status=status,
+                became=became,
+                note=difference or rule.remark(default),
+                where="",
+            )
         )
 
 

@@ -41,7 +41,8 @@ class Renderer:
             name: value for name, value in (chat_template_kwargs or {}).items() if value is not None
         }
         template = str(tokenizer.chat_template or "")
-        if unread := [name for name in self._kwargs if not re.search(rf"\b{re.escape(name)}\b", template)]:
+        unread = [name for name in self._kwargs if not re.search(rf"\b{re.escape(name)}\b", template)]
+        if unread:
             raise UsageError(
                 f"the model's chat template reads no `{unread[0]}`"
                 if template

@@ -116,7 +116,8 @@ def check_splits(directory: Path, entries: Iterable[Path]) -> None:
     for entry in entries:
         if entry.is_dir() and entry.name != "train" and entry.name not in _HELD_OUT:
             continue
-        if split := SPLIT_NAME.match(entry.name):
+        split = SPLIT_NAME.match(entry.name)
+        if split:
             is_whole = entry.is_dir() or entry.name.partition(".")[0] == split[1]
             by_split.setdefault(split[1].lower(), entry.name if is_whole else f"{split[1]}*")
     if "train" in by_split and _HELD_OUT & set(by_split):
@@ -159,7 +160,8 @@ def open_parquet(path: Path, required: Sequence[str], *, fix: str) -> Any:
     except (pa.ArrowException, OSError) as error:
         raise _unreadable(path, 1, error) from error
     check_columns(names, str(path))
-    if missing := [name for name in required if name not in names]:
+    missing = [name for name in required if name not in names]
+    if missing:
         message = f"column{'s' if len(missing) > 1 else ''} {', '.join(missing)} missing"
         raise UsageError(f"{message} (it has {', '.join(names)})", where=str(path), fix=fix)
     return file

@@ -99,7 +99,8 @@ def _message(role: Any, turn: Mapping[str, Any]) -> Message:
 
 def _fields_of(role: str, turn: Mapping[str, Any]) -> dict[str, Any]:
     """Fields of a message besides its content: tool calls, and what a tool's output answers."""
-    if isinstance(stored := turn.get(OTHER), str) and stored:
+    stored = turn.get(OTHER)
+    if isinstance(stored, str) and stored:
         try:
             turn = {**turn, **json.loads(stored)}
         except (ValueError, TypeError):
@@ -143,11 +144,13 @@ def episode_columns(values: Values) -> dict[str, Any]:
         RowError: they have another form.
     """
     columns: dict[str, Any] = {}
-    if (name := values.get("environment")) is not None and name != "":
+    name = values.get("environment")
+    if name is not None and name != "":
         if not isinstance(name, str):
             raise RowError(f"environment is {kind_of(name)}, not a name")
         columns["environment"] = check_text(name)
-    if (tools := values.get("tools")) is not None and tools != "":
+    tools = values.get("tools")
+    if tools is not None and tools != "":
         try:
             tools = json.loads(tools) if isinstance(tools, str) else _without_nulls(json_able(tools))
         except ValueError:
@@ -239,7 +242,8 @@ def _scalar_text(value: Any, name: str) -> str:
 
 def given_answer(value: Any, name: str) -> str:
     """As `parse_answer`, but raises a RowError for a missing answer; a text stays as it is."""
-    if answer := parse_answer(value, name, reads_literals=False):
+    answer = parse_answer(value, name, reads_literals=False)
+    if answer:
         return answer
     raise RowError(f"{name} is {'null' if value is None else 'empty'}")
 
@@ -403,7 +407,8 @@ def lookup(values: Values, key: str) -> Any:
         else:
             return value
     in_lower = {str(name).strip().lower(): name for name in values}
-    if same := next(filter(None, (in_lower.get(name.lower()) for name in key.split("|"))), None):
+    same = next(filter(None, (in_lower.get(name.lower()) for name in key.split("|"))), None)
+    if same:
         return values[same]
     wanted = " or ".join(map(repr, key.split("|")))
     raise RowError(f"no column {wanted} (it has {', '.join(map(str, values)) or 'none'})")
@@ -415,7 +420,8 @@ def check_columns(names: Sequence[str], where: str) -> None:
     Raises:
         UsageError: a name occurs twice.
     """
-    if repeated := next((name for name in names if name and names.count(name) > 1), None):
+    repeated = next((name for name in names if name and names.count(name) > 1), None)
+    if repeated:
         message = f"the header names the column {repeated!r} twice"
         raise UsageError(message, where=where, fix="rename one of them")
 

@@ -239,7 +239,9 @@ class BatchWriter:
             self._writer = pq.ParquetWriter(self._path, self._schema, compression="zstd", **options)
         table = pa.Table.from_batches(self._pending, schema=self._schema)
         self._writer.write_table(table, row_group_size=max(1, table.num_rows))
-        self._pending, self._pending_rows, self._pending_bytes = [], 0, 0
+        self._pending = []
+        self._pending_rows = 0
+        self._pending_bytes = 0
 
     def __enter__(self) -> Self:
         return self

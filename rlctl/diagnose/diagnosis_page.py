@@ -136,7 +136,8 @@ def _flat(key: str, diagnoses: Iterable[Diagnosis]) -> bool:
 def title_of(key: str) -> str:
     """The title of a metric: plain words, with its data source where it has one, or else its key."""
     for pattern, title in _TITLES.items():
-        if match := key_pattern(pattern).fullmatch(key):
+        match = key_pattern(pattern).fullmatch(key)
+        if match:
             return visible(" ".join((title, *(f"({name})" for name in match.groupdict().values()))))
     return visible(key)
 

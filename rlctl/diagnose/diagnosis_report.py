@@ -141,7 +141,12 @@ def _finding_report(first: Finding, diagnosis: Diagnosis) -> FindingReport:
     lines = tuple(_lines(first, explained, diagnosis.run))
     message = visible(first.what)
     return FindingReport(
-        first.severity, first.rule, message, lines, tuple(consequences), is_resolved=first.is_resolved
+        severity=first.severity,
+        rule=first.rule,
+        what=message,
+        lines=lines,
+        consequences=tuple(consequences),
+        is_resolved=first.is_resolved,
     )
 
 
@@ -180,7 +185,8 @@ def settings(fix: Fix, run: RunLog) -> str:
 
 def _summary(diagnosis: Diagnosis) -> str:
     counts = {s: sum(finding.severity == s for finding in diagnosis.findings) for s in SEVERITIES}
-    rules, steps = len(diagnosis.checked), len(diagnosis.run.table.steps)
+    rules = len(diagnosis.checked)
+    steps = len(diagnosis.run.table.steps)
     basis = f"{_rules(rules)} checked on {steps:,} step{'s' * (steps != 1)}"
     if diagnosis.status in SEVERITIES:
         return f"{', '.join(f'{count} {s}' for s, count in counts.items() if count)} ({basis})"
@@ -218,7 +224,8 @@ def _rules(count: int) -> str:
 
 def _seen(finding: Finding) -> Iterator[Line]:
     for evidence in finding.evidence:
-        first, last = evidence.first_step, evidence.last_step
+        first = evidence.first_step
+        last = evidence.last_step
         where = "" if first is None or last is None else f", {steps_text(first, last)}"
         yield Line("seen", visible(f"{evidence.metric}: {evidence.figure}{where}"), evidence=evidence)
 

@@ -176,7 +176,8 @@ def _stated(config: Config, fact: str, form: Any) -> Any:
     if isinstance(form, str):
         return read(config, form)
     if "if" in form:
-        value, is_on = read(config, form["key"]), config.flag(form["if"])
+        value = read(config, form["key"])
+        is_on = config.flag(form["if"])
         return (form.get("default") if value is None else value) if is_on else None
     if "key" in form:
         return _translated(config, **form)
@@ -259,11 +260,13 @@ def _kl_coefficient(table: Table) -> float | None:
 
 def _length_limit(table: Table) -> int | None:
     """The length limit, if many rows have exactly the same largest length, and responses are cut off."""
-    if len(shares := table.series(th.TRUNCATED.key)) and not shares.values.any():
+    shares = table.series(th.TRUNCATED.key)
+    if len(shares) and not shares.values.any():
         return None
     mean, longest = (table.series(f"response_length/{which}").values for which in ("mean", "max"))
     _, (means, maxima) = table.aligned("response_length/mean", "response_length/max")
-    if (all_at_once := means[(means == maxima) & (means > LONG_ANSWER)]).size:
+    all_at_once = means[(means == maxima) & (means > LONG_ANSWER)]
+    if all_at_once.size:
         return int(all_at_once.max())  # all responses of a row are as long as its longest
     for values in (longest, mean):
         if len(values) and _ends_sharply(values):

@@ -24,7 +24,8 @@ def fall_of(series: Series) -> tuple[float, float, int] | None:
     width = min(th.WINDOW, max(1, len(values) // 5 | 1))
     half = width // 2
     medians = smoothed(values, width)[half : len(values) - half]
-    last, noise = float(medians[-1]), float(deviation(np.diff(values))) / 2**0.5
+    last = float(medians[-1])
+    noise = float(deviation(np.diff(values))) / 2**0.5
     drift = float(deviation(np.diff(medians[::width]))) if len(values) >= 5 * width else 0.0
     error = max(noise * (np.pi / 2 / width) ** 0.5, drift)
     falls = []
@@ -33,7 +34,8 @@ def fall_of(series: Series) -> tuple[float, float, int] | None:
     if is_beyond_noise or falls_at_a_step(values, width):
         falls.append(np.append(np.full(half, -np.inf), medians))
     later = values[1:][-len(values) // 2 :]
-    if (fall := values[0] - last) > th.SPIKE_SIGMAS * max(noise, float(later.std())):
+    fall = values[0] - last
+    if fall > th.SPIKE_SIGMAS * max(noise, float(later.std())):
         falls.append(values[: int(np.argmax(values < values[0] - fall / 10.0))])
     if not falls:
         return None
@@ -53,7 +55,8 @@ def falls_at_a_step(values: NDArray[np.float64], width: int) -> bool:
         return False
     quartile = float(np.quantile(np.abs(np.diff(values)), 0.25))
     noise = quartile / (NORMAL_QUARTILE * 2**0.5)
-    lowest, highest = np.minimum.accumulate(values), np.maximum.accumulate(values[::-1])[::-1]
+    lowest = np.minimum.accumulate(values)
+    highest = np.maximum.accumulate(values[::-1])[::-1]
     margins = lowest[width - 1 : len(values) - width] - highest[width : len(values) - width + 1]
     return bool(margins.max() > FALL_SIGMAS * noise)
 
@@ -74,7 +77,8 @@ def is_new_level(values: NDArray[np.float64], old: float, new: float) -> bool:
     # A stay lasts until the first value at the other level.
     begins = at_level[np.flatnonzero(np.diff(is_new[at_level], prepend=~is_new[at_level[:1]]))]
     lengths = np.diff(begins, append=len(moved))
-    newest, earlier = lengths[-1], lengths[:-1][is_new[begins[:-1]]]
+    newest = lengths[-1]
+    earlier = lengths[:-1][is_new[begins[:-1]]]
     if not len(earlier):
         return True
     limit = th.LEVEL_P

@@ -192,13 +192,15 @@ def same_precision(run: RunLog) -> Iterator[Fix]:
 
 def larger_groups(run: RunLog) -> Iterator[Fix]:
     """Fix that doubles the responses per prompt, where their number is known; none with a critic."""
-    if (size := run.facts.group_size) and not run.facts.has_critic:
+    size = run.facts.group_size
+    if size and not run.facts.has_critic:
         yield change(f"rollout.n={2 * size}", why="larger groups")
 
 
 def length_penalty(run: RunLog) -> Iterator[Fix]:
     """A length penalty that grows towards the limit (DAPO), unless one is configured."""
-    limit, spec = run.facts.max_response_length, run.spec
+    limit = run.facts.max_response_length
+    spec = run.spec
     if limit and limit >= 8 and (spec is None or spec.reward.overlong.buffer_length <= 0):
         setting = f"reward.overlong.buffer_length={limit // 4}"
         others = {"trl": "mask_truncated_completions=True", "ms-swift": "--overlong_filter true"}

@@ -93,7 +93,8 @@ def plan(run: RunLog) -> RunPlan:
         seconds["synchronous"].append(float((sampling + rest).mean()) + sync)
         seconds["one batch ahead"].append(float(np.maximum(sampling, np.roll(rest, 1)).mean()) + sync)
         seconds["in flight"].append(max(flowing, float(rest.mean())) + sync)
-    replicas, notes = 1, []
+    replicas = 1
+    notes = []
     if run.spec is not None:
         server = run.spec.rollout.server
         replicas = len(server.urls) or server.replicas
@@ -104,13 +105,13 @@ def plan(run: RunLog) -> RunPlan:
     if np.ptp(longest) < 0.05 * longest.mean() and np.ptp(mean) < 0.05 * mean.mean():
         notes.append("lengths hardly vary: how sampling scales with replicas is uncertain")
     return RunPlan(
-        len(gen),
-        replicas,
-        float(step.mean()),
-        float(gen.mean()),
-        float((a * longest).mean() / gen.mean()),
-        tuple(PlannedMode(name, tuple(given), tuple(seconds[name])) for name, given in modes.items()),
-        tuple(notes),
+        num_steps=len(gen),
+        replicas=replicas,
+        measured=float(step.mean()),
+        sampling=float(gen.mean()),
+        by_longest=float((a * longest).mean() / gen.mean()),
+        modes=tuple(PlannedMode(name, tuple(given), tuple(seconds[name])) for name, given in modes.items()),
+        notes=tuple(notes),
     )
 
 

@@ -113,7 +113,8 @@ class Rule:
         for field in ("needs", "one_of", "uses", "facts"):
             if isinstance(getattr(self, field), str):
                 raise ValueError(f"{field}={getattr(self, field)!r}: give a tuple of texts")
-        if problem := call_problem(self.detect, "run"):
+        problem = call_problem(self.detect, "run")
+        if problem:
             raise ValueError(f"the rule {self.name} is called with the run: {problem}")
 
     def __call__(self, detect: Detect) -> Rule:
@@ -124,7 +125,8 @@ class Rule:
         """
         texts = _TEXTS.get(self.name, {}) if is_builtin(detect) else {}
         rule = replace(self, detect=detect, **texts)
-        label, source = rule.label, rule.source
+        label = rule.label
+        source = rule.source
         return DIAGNOSIS_RULES.register(rule.name, label=label, source=source, needs=rule.metrics)(rule)
 
     @property
@@ -276,7 +278,8 @@ class Diagnosis:
     def status(self) -> Literal[Severity, "no warnings", "insufficient data"]:
         """The worst severity if it is at least a warning; otherwise whether enough data was checked."""
         severities = [finding.severity for finding in self.findings]
-        if worst := next((one for one in SEVERITIES[:2] if one in severities), None):
+        worst = next((one for one in SEVERITIES[:2] if one in severities), None)
+        if worst:
             return worst
         if self.run.is_supervised:
             return "insufficient data"

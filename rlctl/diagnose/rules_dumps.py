@@ -28,5 +28,10 @@ def sampled_by_others(run: RunLog) -> Detection | Skipped | None:
     seen = Evidence(_DUMP, f"{run.dumps.who_sampled} (`rlctl diagnose RUN --who-sampled`)")
     check = (fix.by_hand(run.dumps.fix), fix.PROVE_THE_SYNC)
     return Detection(
-        severity, run.dumps.who_sampled, (seen,), _CAUSES.get(fault), check, is_first=severity == "critical"
+        severity=severity,
+        what=run.dumps.who_sampled,
+        evidence=(seen,),
+        cause=_CAUSES.get(fault),
+        fixes=check,
+        is_first=severity == "critical",
     )

@@ -104,7 +104,8 @@ def _of_implementations(run: RunLog, found: Detection, series: Series, is_far: b
 @Rule("probability-gap", thresholds=th.PROBS_GAP, needs=(th.PROBS_GAP.key,), uses=th.STALENESS)
 def probability_gap(run: RunLog) -> Detection | Skipped | None:
     """Both policies give sampled tokens the same probability."""
-    if mixed := _mixed(run, th.PROBS_GAP.key):
+    mixed = _mixed(run, th.PROBS_GAP.key)
+    if mixed:
         return mixed
     series = run.table.series(th.PROBS_GAP.key)
     crossed = crossing(series, th.PROBS_GAP)
@@ -115,10 +116,11 @@ def probability_gap(run: RunLog) -> Detection | Skipped | None:
 
 
 @Rule(
-    "policy-gap", fixes=(fix.gentler, fix.correct_tokens),
+    "policy-gap",
+    fixes=(fix.gentler, fix.correct_tokens),
     one_of=(th.KL.key, th.K3.key, th.LOG_PROB_GAP.key),
     uses=(*th.STALENESS, fix.RATE, "rollout_corr/split/<part>"),
-)  # fmt: skip
+)
 def policy_gap(run: RunLog) -> Detection | Skipped | None:
     """Sampling and trained policy are close."""
     k3 = th.K3
@@ -196,7 +198,15 @@ def _growing_gap(run: RunLog) -> Detection | None:
             fix.FIND_THE_CAUSE,
         )
         doubt = "the gap grows, but the log does not show whether by the sync or by the updates"
-        return Detection("warning", message, (seen,), cause, fixes, ("medium", doubt), since=change.since)
+        return Detection(
+            severity="warning",
+            what=message,
+            evidence=(seen,),
+            cause=cause,
+            fixes=fixes,
+            sure=("medium", doubt),
+            since=change.since,
+        )
     return None
 
 
@@ -210,14 +220,17 @@ def _not_judged(run: RunLog) -> Skipped | None:
 
 
 @Rule(
-    "sampled-otherwise", needs=(_TRAINING_PPL, _ROLLOUT_PPL, _ENTROPY), uses=(_FAILED, *_LENGTHS),
+    "sampled-otherwise",
+    needs=(_TRAINING_PPL, _ROLLOUT_PPL, _ENTROPY),
+    uses=(_FAILED, *_LENGTHS),
     signal="mean −log π of the samples (`rollout_corr/training_log_ppl`) over `actor/entropy`, if they "
     f"differ by {SAMPLED_NATS:g} nats and both sides agree on the log-probs; what the lengths of responses "
     "may explain is subtracted",
     fixes=(
-        fix.by_hand("give the engine the trainer's temperature, and no generation config"), fix.FIND_THE_CAUSE
+        fix.by_hand("give the engine the trainer's temperature, and no generation config"),
+        fix.FIND_THE_CAUSE,
     ),
-)  # fmt: skip
+)
 def sampled_otherwise(run: RunLog) -> Detection | Skipped | None:
     """Samples are as likely as the policy's entropy implies.
 
@@ -229,15 +242,18 @@ def sampled_otherwise(run: RunLog) -> Detection | Skipped | None:
     the mean over tokens is at least l/m and at most h/m times the mean over responses, because −log π is
     never negative. Of this interval, the value that is nearest to the entropy is compared.
     """
-    if missing := tuple(key for key in _LENGTHS if not len(run.table.series(key))):
+    missing = tuple(key for key in _LENGTHS if not len(run.table.series(key)))
+    if missing:
         return Skipped("a mean over responses and one over tokens", missing)
     steps, (ours, theirs, entropy, *lengths) = run.table.aligned(
         _TRAINING_PPL, _ROLLOUT_PPL, _ENTROPY, *_LENGTHS
     )
     shortest, mean, longest = (np.maximum(each, 1.0) for each in lengths)
-    least, most = np.minimum(shortest / mean, 1.0), np.maximum(longest / mean, 1.0)
+    least = np.minimum(shortest / mean, 1.0)
+    most = np.maximum(longest / mean, 1.0)
     scale = np.clip(entropy / np.maximum(ours, SURE_NATS), least, most)
-    ours, theirs = scale * ours, scale * theirs
+    ours = scale * ours
+    theirs = scale * theirs
     nats = ours - entropy
     # Where the log-probs differ too, other rules apply; only one of the means includes failed samples.
     counts = (np.abs(nats) > SAMPLED_NATS) & (np.abs(ours - theirs) < SAMPLED_GAP * np.abs(nats))
@@ -256,14 +272,16 @@ def sampled_otherwise(run: RunLog) -> Detection | Skipped | None:
 
 
 @Rule(
-    "missing-log-probs", needs=(_ROLLOUT_PPL,), uses=(_TRAINING_PPL,),
+    "missing-log-probs",
+    needs=(_ROLLOUT_PPL,),
+    uses=(_TRAINING_PPL,),
     fixes=(
         fix.by_hand(
             "let the engine return the log-probs of the sampled tokens",
             verl="actor_rollout_ref.rollout.calculate_log_probs=True",
         ),
     ),
-)  # fmt: skip
+)
 def missing_log_probs(run: RunLog) -> Detection | None:
     """The engine reports log-probs."""
     steps, (theirs, ours) = run.table.aligned(_ROLLOUT_PPL, _TRAINING_PPL)
@@ -276,12 +294,13 @@ def missing_log_probs(run: RunLog) -> Detection | None:
 
 
 @Rule(
-    "sampler-log-probs", uses=(_LOG_WEALTH, _GUARANTEED),
+    "sampler-log-probs",
+    uses=(_LOG_WEALTH, _GUARANTEED),
     fixes=(
         fix.PROVE_THE_SYNC,
         fix.by_hand("find the tokens: `rlctl diagnose RUN --sampler-test`, then `--who-sampled`"),
     ),
-)  # fmt: skip
+)
 def sampler_log_probs(run: RunLog) -> Detection | Skipped | None:
     """The sampler draws with the log-probs that it reports."""
     has_dumps = run.dumps is not None and bool(run.dumps.sampler)
@@ -304,7 +323,9 @@ def _by_log(run: RunLog) -> Detection | None:
     steps, (log_wealth, guaranteed) = run.table.aligned(_LOG_WEALTH, _GUARANTEED)
     if not len(steps):
         series = run.table.series(_LOG_WEALTH)
-        steps, log_wealth, guaranteed = series.steps, series.values, np.zeros(len(series.values))
+        steps = series.steps
+        log_wealth = series.values
+        guaranteed = np.zeros(len(series.values))
     reached = {level: np.flatnonzero(log_wealth > np.log(wealth)) for level, wealth in WEALTH.items()}
     severity: Severity = "critical" if len(reached["critical"]) else "warning"
     if not len(reached[severity]):
@@ -331,7 +352,9 @@ def _cut_by_the_spec(run: RunLog) -> str:
 
 
 @Rule(
-    "cut-vocabulary", needs=(CUT.key,), uses=(_UNIT_MEAN,),
+    "cut-vocabulary",
+    needs=(CUT.key,),
+    uses=(_UNIT_MEAN,),
     fixes=(
         fix.by_hand(
             "let the engine sample from the whole vocabulary (top_p 1, no top_k, no min_p, no generation "
@@ -341,7 +364,7 @@ def _cut_by_the_spec(run: RunLog) -> str:
         fix.by_hand("find the tokens: `rlctl diagnose RUN --sampler-test`"),
     ),
     not_applicable=_cut_by_the_spec,
-)  # fmt: skip
+)
 def cut_vocabulary(run: RunLog) -> Detection | None:
     """The sampler draws from the whole vocabulary that its log-probs are of."""
     crossed = crossing(run.table.series(CUT.key), CUT)
@@ -358,10 +381,11 @@ def cut_vocabulary(run: RunLog) -> Detection | None:
 
 
 @Rule(
-    "token-error", needs=(TOKEN_ERROR.key,),
+    "token-error",
+    needs=(TOKEN_ERROR.key,),
     fixes=(fix.by_hand("score a fixed sequence on both sides after every weight synchronization"),),
     not_applicable=lambda run: "" if TOKEN_ERROR.key in run.table.columns else "only NeMo-RL logs it",
-)  # fmt: skip
+)
 def token_error(run: RunLog) -> Detection | None:
     """Token probabilities agree within a few percent."""
     series = run.table.series(TOKEN_ERROR.key)
@@ -371,7 +395,9 @@ def token_error(run: RunLog) -> Detection | None:
 
 
 @Rule(
-    "stale-weights", one_of=(th.LOG_PROB_GAP.key, MEAN_VANISHED.key), uses=(th.MASKED.key, th.LENGTH),
+    "stale-weights",
+    one_of=(th.LOG_PROB_GAP.key, MEAN_VANISHED.key),
+    uses=(th.MASKED.key, th.LENGTH),
     signal="`mismatch/log_prob_abs_diff_mean`; mean bounded weight without rejected samples "
     f"(not of products over {th.LONG_RESPONSE:g} tokens and more)",
     fixes=(
@@ -388,15 +414,17 @@ def token_error(run: RunLog) -> Detection | None:
         if run.facts.rollout_is == "off" and th.LOG_PROB_GAP.key not in run.table.columns
         else ""
     ),
-)  # fmt: skip
+)
 def stale_weights(run: RunLog) -> Detection | None:
     """The engine's log-probs are those of the policy in training."""
     message = "log-probs of the same tokens differ by {worst:.3g} nats on average {where}"
-    if found := detect_crossing(run, th.LOG_PROB_GAP, message):
+    found = detect_crossing(run, th.LOG_PROB_GAP, message)
+    if found:
         return found
     # Not for products over long responses, which are near zero without a fault. Where the level is unknown,
     # only products are so small although the log-probs, which are logged too, agree.
-    lengths, level = run.table.series(th.LENGTH).values, run.facts.rollout_is
+    lengths = run.table.series(th.LENGTH).values
+    level = run.facts.rollout_is
     are_products = level == "sequence" or (level is None and len(run.table.series(th.LOG_PROB_GAP.key)) > 0)
     if are_products and (not len(lengths) or np.median(lengths) > th.LONG_RESPONSE):
         return None

@@ -53,7 +53,10 @@ def _gains(run: RunLog) -> bool:
 
 
 @Rule(
-    "tool-errors", source=th.OWN, one_of=(_ERRORS, _ERROR_SHARE), uses=(_CALLS,),
+    "tool-errors",
+    source=th.OWN,
+    one_of=(_ERRORS, _ERROR_SHARE),
+    uses=(_CALLS,),
     signal="share of the tool calls that could not be read, raised or timed out",
     thresholds="— / + 15 points, or ≥ 50 % without a fall / + 15 points to ≥ 50 %",
     cause="the policy drifts from the tools' format or arguments, or a tool or its service fails",
@@ -63,10 +66,11 @@ def _gains(run: RunLog) -> bool:
     ),
     sure=("medium", "calls that the policy spoils and tools that fail are counted together"),
     explains=th.COLLAPSE_RULES,
-)  # fmt: skip
+)
 def tool_errors(run: RunLog) -> Detection | Skipped | None:
     """Tool calls succeed."""
-    key, series = _ERROR_SHARE, run.table.series(_ERROR_SHARE)
+    key = _ERROR_SHARE
+    series = run.table.series(_ERROR_SHARE)
     if not len(series):
         key = _ERRORS
         steps, (errors, calls) = run.table.aligned(_ERRORS, _CALLS)
@@ -88,7 +92,10 @@ def tool_errors(run: RunLog) -> Detection | Skipped | None:
 
 
 @Rule(
-    "turns-collapsed", source=th.OWN, one_of=(_TURNS, _MESSAGES, _CALLS), uses=th.REWARDS,
+    "turns-collapsed",
+    source=th.OWN,
+    one_of=(_TURNS, _MESSAGES, _CALLS),
+    uses=th.REWARDS,
     signal=f"turns of an episode, from at least {SEVERAL:g} to at most {ONE:g}, and the reward",
     thresholds="while the reward rises / while it does not / —",
     cause="the policy stopped calling tools or going on: calls fail, or cost more reward, tokens or turns "
@@ -99,7 +106,7 @@ def tool_errors(run: RunLog) -> Detection | Skipped | None:
     ),
     sure=("medium", "the log shows the turns, not why they ended"),
     explains=("reward-fell", "zero-spread-groups", "flat-reward"),
-)  # fmt: skip
+)
 def turns_collapsed(run: RunLog) -> Detection | None:
     """Episodes keep their turns, or need them no more."""
     key, series = _num_turns(run)
@@ -114,7 +121,10 @@ def turns_collapsed(run: RunLog) -> Detection | None:
 
 
 @Rule(
-    "episodes-at-limit", thresholds=AT_LIMIT, source=th.OWN, uses=th.REWARDS,
+    "episodes-at-limit",
+    thresholds=AT_LIMIT,
+    source=th.OWN,
+    uses=th.REWARDS,
     one_of=tuple(_STOP + reason for reason in LIMITS),
     signal=f"share of episodes that a limit ends: {', '.join(f'`{_STOP}{reason}`' for reason in LIMITS)}; "
     "a remark while the reward rises",
@@ -125,7 +135,7 @@ def turns_collapsed(run: RunLog) -> Detection | None:
     ),
     sure=("high", "the reasons are counted"),
     explains=("zero-reward", "zero-spread-groups", "zero-advantages", "no-gradient", "flat-reward"),
-)  # fmt: skip
+)
 def episodes_at_limit(run: RunLog) -> Detection | None:
     """Episodes end before their limits."""
     keys = [key for reason in LIMITS if len(run.table.series(key := _STOP + reason))]
@@ -141,7 +151,10 @@ def episodes_at_limit(run: RunLog) -> Detection | None:
 
 
 @Rule(
-    "slow-environment", source=th.OWN, needs=(_POLICY, _ENVIRONMENT), uses=(_WAITING,),
+    "slow-environment",
+    source=th.OWN,
+    needs=(_POLICY, _ENVIRONMENT),
+    uses=(_WAITING,),
     signal=f"`{_ENVIRONMENT}` over the time of an episode's turns, waiting for the policy included",
     thresholds="— / > 1 / —",
     cause="tools, games or their servers take longer than the sampling, so the engine idles",
@@ -150,7 +163,7 @@ def episodes_at_limit(run: RunLog) -> Detection | None:
         fix.by_hand("make calls faster: less work per call, a faster server, a lower time limit"),
     ),
     sure=("high", "the times are measured"),
-)  # fmt: skip
+)
 def slow_environment(run: RunLog) -> Detection | None:
     """Environments answer faster than the policy speaks."""
     keys = [key for key in (_ENVIRONMENT, _POLICY, _WAITING) if key in run.table.columns]
@@ -169,8 +182,11 @@ def _has_observations(run: RunLog) -> str:
 
 
 @Rule(
-    "observation-tokens", source=th.LOGIC, one_of=(_TURNS, _MESSAGES, _CALLS),
-    uses=(_KL, _K3, _WEIGHT, th.LOG_PROB_GAP.key, _OBSERVED), not_applicable=_has_observations,
+    "observation-tokens",
+    source=th.LOGIC,
+    one_of=(_TURNS, _MESSAGES, _CALLS),
+    uses=(_KL, _K3, _WEIGHT, th.LOG_PROB_GAP.key, _OBSERVED),
+    not_applicable=_has_observations,
     signal="in runs with several turns, 1 − mean π_train/π_rollout per token: `rollout_corr/kl` − "
     "`rollout_corr/k3_kl`, or 1 − the mean weight; with log-probs at least "
     f"{APART:g} nats apart",
@@ -186,7 +202,7 @@ def _has_observations(run: RunLog) -> str:
     ),
     sure=("medium", "log-probs of other tokens or of another temperature lower the mean ratio too"),
     explains=(*th.GAP_RULES, *th.COLLAPSE_RULES, "gradient-norm"),
-)  # fmt: skip
+)
 def observation_tokens(run: RunLog) -> Detection | Skipped | None:
     """What the environment said is in no loss.
 
@@ -196,10 +212,13 @@ def observation_tokens(run: RunLog) -> Detection | Skipped | None:
     is −E[d] and k3 is E[exp d − 1 − d].
     """
     steps, (kl, k3) = run.table.aligned(_KL, _K3)
-    key, deficit, apart = _KL, kl - k3, kl
+    key = _KL
+    deficit = kl - k3
+    apart = kl
     if not len(steps):
         steps, (weight, apart) = run.table.aligned(_WEIGHT, th.LOG_PROB_GAP.key)
-        key, deficit = _WEIGHT, 1.0 - weight
+        key = _WEIGHT
+        deficit = 1.0 - weight
         if not len(steps) or run.facts.rollout_is not in {None, "token"}:
             return Skipped("the log has no mean ratio of single tokens", (_KL, _K3))
     series = Series(steps, np.where(apart >= APART, deficit, 0.0))

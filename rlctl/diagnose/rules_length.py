@@ -39,14 +39,18 @@ _Moves = list[_TermMove]
 
 def _moved_terms(run: RunLog, since: int) -> tuple[_Moves, _Moves]:
     """The rewards of a sum that rose and that fell after a step, the largest change first."""
-    moves, score = [], run.table.series(th.SCORE).values
+    moves = []
+    score = run.table.series(th.SCORE).values
     for key in run.table.matching(_TERM):
-        match, series = key_pattern(_TERM).fullmatch(key), run.table.series(key)
-        before, after = series.values[series.steps < since], series.values[series.steps >= since]
+        match = key_pattern(_TERM).fullmatch(key)
+        series = run.table.series(key)
+        before = series.values[series.steps < since]
+        after = series.values[series.steps >= since]
         is_sum = np.array_equal(series.values, score)
         if match is None or match["term"] == OVERLONG or is_sum or not len(before) or not len(after):
             continue
-        start, end = float(np.median(before)), float(np.median(after))
+        start = float(np.median(before))
+        end = float(np.median(after))
         if abs(end - start) > TERM_MOVE * np.abs(series.values).max():
             moves.append(
                 _TermMove(match["term"], end - start, change_evidence(key, start, end, series.steps))
@@ -83,9 +87,11 @@ def _against_collapse(
 
 
 @Rule(
-    "length-collapse", needs=(th.LENGTH,), uses=(*th.REWARDS, _TERM),
+    "length-collapse",
+    needs=(th.LENGTH,),
+    uses=(*th.REWARDS, _TERM),
     thresholds=f"— / ÷ {SHRINK:g} and the reward gains / ÷ {SHRINK:g}; < {EMPTY:g} tokens, unless learned³",
-)  # fmt: skip
+)
 def length_collapse(run: RunLog) -> Detection | None:
     """Responses do not shrink to a few tokens."""
     series = run.table.series(th.LENGTH)
@@ -100,7 +106,11 @@ def length_collapse(run: RunLog) -> Detection | None:
             "read stored responses with their tokens; compare the chat template and the stop tokens"
         )
         return Detection(
-            "critical", f"responses are nearly empty: {newest:.2g} tokens", (seen,), cause, (check,)
+            severity="critical",
+            what=f"responses are nearly empty: {newest:.2g} tokens",
+            evidence=(seen,),
+            cause=cause,
+            fixes=(check,),
         )
     start, end, since = collapse
     risen, lost = _moved_terms(run, since)
@@ -120,13 +130,16 @@ def length_collapse(run: RunLog) -> Detection | None:
 
 
 @Rule(
-    "length-growth", needs=(th.LENGTH, th.SCORE), uses=(*th.REWARDS, _TERM), min_steps=th.MOVE_STEPS,
+    "length-growth",
+    needs=(th.LENGTH, th.SCORE),
+    uses=(*th.REWARDS, _TERM),
+    min_steps=th.MOVE_STEPS,
     thresholds=f"— / × {GROWTH:g}, and the reward does not gain / —",
     fixes=(
         fix.length_penalty,
         fix.by_hand("average the loss over tokens, so that long wrong responses do not weigh less per token"),
     ),
-)  # fmt: skip
+)
 def length_growth(run: RunLog) -> Detection | Skipped | None:
     """Responses grow only with the reward."""
     series = run.table.series(th.LENGTH)

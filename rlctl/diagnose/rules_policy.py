@@ -27,7 +27,10 @@ WORSE = Levels(_EXPLAINED, (("warning", -0.1), ("critical", -0.5)), is_floor=Tru
 
 
 @Rule(
-    "random-tokens", thresholds=RANDOM, needs=(RANDOM.key,), uses=(*th.REWARDS, _VALIDATION),
+    "random-tokens",
+    thresholds=RANDOM,
+    needs=(RANDOM.key,),
+    uses=(*th.REWARDS, _VALIDATION),
     fixes=(
         fix.by_hand(
             "read stored responses of the first and of the newest step: if those of the first are noise too, "
@@ -36,7 +39,7 @@ WORSE = Levels(_EXPLAINED, (("warning", -0.1), ("critical", -0.5)), is_floor=Tru
         fix.FIND_THE_CAUSE,
         partial(fix.slower, by=10.0),
     ),
-)  # fmt: skip
+)
 def random_tokens(run: RunLog) -> Detection | None:
     """Sampled tokens are no noise."""
     crossed = crossing(run.table.series(RANDOM.key), RANDOM)
@@ -51,7 +54,8 @@ def random_tokens(run: RunLog) -> Detection | None:
     evidence = [crossed.evidence]
     if usual is not None:
         evidence.append(evidence_over(score.steps[-th.WINDOW :], th.SCORE, f"{usual:.2g}"))
-    if len(validation := run.validation):
+    validation = run.validation
+    if len(validation):
         last = f"{validation.values[-1]:.2g}"
         evidence.append(evidence_over(validation.steps[-1:], run.table.matching(_VALIDATION)[0], last))
     doubt: Sure = ("low", "the rewards' range is not known, so the samples may be as wanted")
@@ -59,7 +63,10 @@ def random_tokens(run: RunLog) -> Detection | None:
 
 
 @Rule(
-    "critic", needs=(_EXPLAINED,), uses=th.REWARDS, thresholds=(
+    "critic",
+    needs=(_EXPLAINED,),
+    uses=th.REWARDS,
+    thresholds=(
         f"— / < {WORSE.tiers[0][1]:g} after {th.START_STEPS} steps, in fewer than {th.MIN_STEPS} rows "
         f"< {WORSE.tiers[1][1]:g}, and the reward does not gain / —"
     ),
@@ -71,7 +78,7 @@ def random_tokens(run: RunLog) -> Detection | None:
         ),
     ),
     not_applicable=lambda run: "no critic is trained" if run.facts.has_critic is False else "",
-)  # fmt: skip
+)
 def critic(run: RunLog) -> Detection | Skipped | None:
     """The critic predicts returns better than a constant does."""
     series = run.table.series(_EXPLAINED)
@@ -92,9 +99,10 @@ def critic(run: RunLog) -> Detection | Skipped | None:
 
 
 @Rule(
-    "disk-full", thresholds="— / the log says so / —",
+    "disk-full",
+    thresholds="— / the log says so / —",
     fixes=(fix.by_hand("free space on the disk of checkpoints, dumps and temporary files, or move them"),),
-)  # fmt: skip
+)
 def disk_full(run: RunLog) -> Detection | Skipped:
     """The log does not warn of a full disk."""
     if not run.warnings:

@@ -53,18 +53,22 @@ _STALE = "rollout_corr/stale_cache_fraction"
 
 
 @Rule(
-    "ratio-parts", source=th.OWN, thresholds=f"a sum over {_VISIBLE:g} / — / —",
+    "ratio-parts",
+    source=th.OWN,
+    thresholds=f"a sum over {_VISIBLE:g} / — / —",
     signal="`rollout_corr/split/*`: the largest part of the mean square of the log-ratio",
     cause="by the largest part",
     sure=("high", "the parts are measured in the run"),
-    one_of=_KEYS, uses=(_STALE,),
+    one_of=_KEYS,
+    uses=(_STALE,),
     not_applicable=lambda run: "" if run.table.columns.keys() & set(_KEYS) else "only rlctl logs the parts",
-)  # fmt: skip
+)
 def ratio_parts(run: RunLog) -> Detection | None:
     """The trained policy is close to the sampling one."""
     series = {part: run.table.series(f"rollout_corr/split/{part}") for part in _PARTS}
     sizes = {part: float(found.values.mean()) for part, found in series.items() if len(found)}
-    total, largest = sum(sizes.values()), max(sizes, key=lambda part: sizes[part])
+    total = sum(sizes.values())
+    largest = max(sizes, key=lambda part: sizes[part])
     if not total > _VISIBLE:
         return None
     name, cause, fixes = _PARTS[largest]
@@ -74,4 +78,10 @@ def ratio_parts(run: RunLog) -> Detection | None:
     seen = [evidence_over(series[largest].steps, f"rollout_corr/split/{largest}", figure)]
     if largest == "cache" and len(stale := run.table.series(_STALE)):
         seen.append(evidence_over(stale.steps, _STALE, f"{stale.values.mean():.0%} of the tokens on average"))
-    return Detection("info", message, tuple(seen), cause, fixes(run))
+    return Detection(
+        severity="info",
+        what=message,
+        evidence=tuple(seen),
+        cause=cause,
+        fixes=fixes(run),
+    )

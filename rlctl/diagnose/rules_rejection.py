@@ -44,7 +44,8 @@ def rejected(run: RunLog) -> Detection | None:
 
 
 @Rule(
-    "silently-off", facts=("rollout_is", "rollout_rs"),
+    "silently-off",
+    facts=("rollout_is", "rollout_rs"),
     fixes=(
         fix.by_hand(
             "check that the engine's log-probs reach the loss",
@@ -54,10 +55,11 @@ def rejected(run: RunLog) -> Detection | None:
         ),
     ),
     uses=(_MEAN, _LEAST, _MOST, _MASKED, th.K3.key, th.LOG_PROB_GAP.key),
-)  # fmt: skip
+)
 def silently_off(run: RunLog) -> Detection | Skipped | None:
     """The configured correction takes effect."""
-    facts, logged = run.facts, run.table.columns
+    facts = run.facts
+    logged = run.table.columns
     if facts.rollout_is == "off" and facts.rollout_rs == "off":
         return Skipped("neither weights nor rejection are configured")
     if len(run.table.steps) < th.MIN_STEPS:
@@ -81,9 +83,10 @@ def silently_off(run: RunLog) -> Detection | Skipped | None:
 
 
 @Rule(
-    "bypass-repeats", facts=("bypass_mode", "ppo_epochs"),
+    "bypass-repeats",
+    facts=("bypass_mode", "ppo_epochs"),
     fixes=(fix.change(f"{RC}bypass_mode=false"), fix.change("actor.ppo_epochs=1")),
-)  # fmt: skip
+)
 def bypass_repeats(run: RunLog) -> Detection | None:
     """Bypass mode passes over a batch once."""
     epochs = run.facts.ppo_epochs or 1

@@ -44,9 +44,13 @@ HOT, COLD = 1.4, 0.6
 _TOO_COLD = "samples of a prompt are nearly equal, so they give little to compare"
 #: Metric → its value if every reward is 0, not only their mean.
 _ALL_ZERO = {
-    th.BEST: 0.0, th.GROUP_STD: 0.0, th.ZERO_SPREAD.key: 1.0, "critic/advantages/max": 0.0,
-    "critic/advantages/mean": 0.0, "actor/pg_loss": 0.0,
-}  # fmt: skip
+    th.BEST: 0.0,
+    th.GROUP_STD: 0.0,
+    th.ZERO_SPREAD.key: 1.0,
+    "critic/advantages/max": 0.0,
+    "critic/advantages/mean": 0.0,
+    "actor/pg_loss": 0.0,
+}
 #: Metric → its value if all rewards of a prompt are the same; None: the reward itself.
 _NO_SPREAD = {th.WORST: None, th.GROUP_STD: 0.0, th.ZERO_SPREAD.key: 1.0}
 #: Share of its start that entropy falls to, and minimum number of steps.
@@ -80,10 +84,13 @@ ALL_TRUNCATED: tuple[tuple[Severity, float], ...] = (("warning", 0.05), ("critic
 
 
 @Rule(
-    "reward-fell", one_of=(th.SCORE, th.VALIDATION), uses=(th.BEST, th.WORST), min_steps=th.MIN_STEPS,
+    "reward-fell",
+    one_of=(th.SCORE, th.VALIDATION),
+    uses=(th.BEST, th.WORST),
+    min_steps=th.MIN_STEPS,
     thresholds=f"— / {FALL[0][1]:.0%} of the rewards' range, or half of the best where that is unknown / "
     f"{FALL[1][1]:.0%}, or nearly all of at least {FALL[0][1]:.0%}",
-)  # fmt: skip
+)
 def reward_fell(run: RunLog) -> Detection | None:
     """The reward does not fall from its best."""
     key = th.SCORE if len(run.table.series(th.SCORE)) >= th.MIN_STEPS else th.VALIDATION
@@ -109,9 +116,11 @@ def reward_fell(run: RunLog) -> Detection | None:
 
 
 @Rule(
-    "zero-spread-groups", one_of=(th.ZERO_SPREAD.key, th.GROUP_STD), uses=th.REWARDS,
+    "zero-spread-groups",
+    one_of=(th.ZERO_SPREAD.key, th.GROUP_STD),
+    uses=th.REWARDS,
     not_applicable=lambda run: "the critic gives the baseline, not the group" if run.facts.has_critic else "",
-)  # fmt: skip
+)
 def zero_spread_groups(run: RunLog) -> Detection | None:
     """Groups contain better and worse responses."""
     groups = _equal_groups(run)
@@ -124,23 +133,39 @@ def zero_spread_groups(run: RunLog) -> Detection | None:
     usual = float(np.median(during)) if len(during) else np.nan
     if position is None and len(during) > 1 and (during == usual).mean() >= NEARLY_ALL:
         message = message.format(which=f"all of {usual:g}")
-        why, checks = "the grader gives one number on these steps", fix.other_grader(run)
-        return _doubted(run, Detection("warning", message, (seen,), why, checks, since=since))
-    cause, filtering = None, "filter out prompts that are always or never solved"
+        why = "the grader gives one number on these steps"
+        checks = fix.other_grader(run)
+        return _doubted(
+            run,
+            Detection(
+                severity="warning",
+                what=message,
+                evidence=(seen,),
+                cause=why,
+                fixes=checks,
+                since=since,
+            ),
+        )
+    cause = None
+    filtering = "filter out prompts that are always or never solved"
     is_right = position is None or position >= th.MOSTLY_RIGHT
     if is_right and rises(run.table, th.SCORE) and rises(run.table, seen.metric):
-        which, severity = "probably all right", "info"
+        which = "probably all right"
+        severity = "info"
         cause = "the mean reward rises with their share: the policy solves more and more of its prompts"
     elif position is None:  # only right groups would be a success, so this is at most a warning
-        which, severity = "all right or all wrong", "warning"
+        which = "all right or all wrong"
+        severity = "warning"
     elif position >= th.LEARNED:
-        which, severity = "mostly all right", "info"
+        which = "mostly all right"
+        severity = "info"
         cause = "the policy has learned these prompts: stop, or add harder ones"
     elif 1 - MOSTLY_WRONG > position > MOSTLY_WRONG and not len(run.table.series(th.BEST)):
         which = "some all right, some all wrong"
         cause = "the prompts are too easy or too hard for groups of this size"
     elif position >= th.MOSTLY_RIGHT:
-        which, filtering = "mostly all right", "filter out prompts that are always solved"
+        which = "mostly all right"
+        filtering = "filter out prompts that are always solved"
         cause = "the prompts are too easy: filter out those that are always solved, or add harder ones"
     else:
         which = "mostly all wrong"
@@ -158,7 +183,17 @@ def zero_spread_groups(run: RunLog) -> Detection | None:
     grader = fix.other_grader(run) if position is not None and position < NEARLY_NONE else ()
     fixes = (*grader, *fix.larger_groups(run), filtered) if severity != "info" else ()
     message = message.format(which=which)
-    return _doubted(run, Detection(severity, message, (seen,), cause, fixes, since=since))
+    return _doubted(
+        run,
+        Detection(
+            severity=severity,
+            what=message,
+            evidence=(seen,),
+            cause=cause,
+            fixes=fixes,
+            since=since,
+        ),
+    )
 
 
 def _doubted(run: RunLog, detection: Detection) -> Detection:
@@ -197,10 +232,12 @@ def _equal_groups(run: RunLog) -> tuple[Severity, str, Evidence, NDArray[np.int6
 
 
 @Rule(
-    "zero-reward", needs=(th.SCORE,), uses=(th.BEST, _ERRORS, *_ALL_ZERO),
+    "zero-reward",
+    needs=(th.SCORE,),
+    uses=(th.BEST, _ERRORS, *_ALL_ZERO),
     thresholds="— / every step of the log, and no spread, advantage or loss / "
     f"{ZERO_REWARD_STEPS} steps in a row",
-)  # fmt: skip
+)
 def zero_reward(run: RunLog) -> Detection | None:
     """Some responses are rewarded."""
     has_best = len(run.table.series(th.BEST)) > 0
@@ -221,11 +258,18 @@ def zero_reward(run: RunLog) -> Detection | None:
         cause: str | None = "the policy has collapsed: earlier steps were rewarded"
         fixes: tuple[Fix, ...] = (*fix.calmer(run), fix.resume_before(int(during[0])))
     else:
-        cause, fixes = None, tuple(fix.other_grader(run))
+        cause = None
+        fixes = tuple(fix.other_grader(run))
     where = "" if length < len(steps) else ", all of the log"
     message = f"every reward is exactly 0 for {length:,} step(s){where}"
     severity: Severity = "critical" if length >= ZERO_REWARD_STEPS else "warning"
-    detection = Detection(severity, message, tuple(evidence), cause, fixes)
+    detection = Detection(
+        severity=severity,
+        what=message,
+        evidence=tuple(evidence),
+        cause=cause,
+        fixes=fixes,
+    )
     if has_best:
         return detection
     if shown is not None:
@@ -235,9 +279,11 @@ def zero_reward(run: RunLog) -> Detection | None:
 
 
 @Rule(
-    "constant-reward", one_of=(th.BEST, th.SCORE), uses=(th.WORST, th.GROUP_STD, th.ZERO_SPREAD.key),
+    "constant-reward",
+    one_of=(th.BEST, th.SCORE),
+    uses=(th.WORST, th.GROUP_STD, th.ZERO_SPREAD.key),
     fixes=fix.other_grader,
-)  # fmt: skip
+)
 def constant_reward(run: RunLog) -> Detection | Skipped | None:
     """Responses get different rewards."""
     key = th.BEST if len(run.table.series(th.WORST)) else th.SCORE
@@ -287,7 +333,8 @@ def entropy(run: RunLog) -> Detection | None:
     if run.has_learned:
         return None
     detection = detect_crossing(run, th.ENTROPY, "entropy is {worst:.2g} nats {where}")
-    series, score = run.table.series(th.ENTROPY.key), run.table.series(th.SCORE)
+    series = run.table.series(th.ENTROPY.key)
+    score = run.table.series(th.SCORE)
     is_flat = len(score) >= ENTROPY_STEPS and run.likely_span is not None and not run.has_gained
     fall = lasting_change(series) if is_flat and len(series) >= ENTROPY_STEPS else None
     if detection is None and fall is not None and fall.end <= ENTROPY_SHARE * fall.start:
@@ -309,9 +356,11 @@ def _no_entropy_bonus(run: RunLog) -> Iterator[Fix]:
     "entropy-rise",
     thresholds=f"— / × {ENTROPY_RISE[0]:g} (with an entropy bonus "
     f"× {ENTROPY_RISE[1]:g}) to > {ENTROPY_NATS:g} nat / —",
-    needs=(th.ENTROPY.key,), uses=th.REWARDS, min_steps=th.MOVE_STEPS,
+    needs=(th.ENTROPY.key,),
+    uses=th.REWARDS,
+    min_steps=th.MOVE_STEPS,
     fixes=(_no_entropy_bonus, fix.correct_tokens, fix.slower),
-)  # fmt: skip
+)
 def entropy_rise(run: RunLog) -> Detection | None:
     """Entropy does not grow without a gain."""
     series = run.table.series(th.ENTROPY.key)
@@ -332,15 +381,19 @@ def entropy_rise(run: RunLog) -> Detection | None:
 
 
 @Rule(
-    "reward-hacking", needs=(th.SCORE, th.VALIDATION), uses=(th.BEST, th.WORST), min_steps=VAL_MIN,
+    "reward-hacking",
+    needs=(th.SCORE, th.VALIDATION),
+    uses=(th.BEST, th.WORST),
+    min_steps=VAL_MIN,
     fixes=(
         fix.by_hand("read the best rewarded responses (`rollouts/` of the run), and correct the grader"),
         fix.slower,
     ),
-)  # fmt: skip
+)
 def reward_hacking(run: RunLog) -> Detection | Skipped | None:
     """Validation gains with the training reward."""
-    validation, span = run.validation, run.likely_span
+    validation = run.validation
+    span = run.likely_span
     if span is None:
         return Skipped("the rewards' range is not logged", (th.BEST, th.WORST))
     steps, (score,) = run.table.aligned(th.SCORE)
@@ -349,7 +402,8 @@ def reward_hacking(run: RunLog) -> Detection | Skipped | None:
     size = span[1] - span[0]
     before, after = ends(validation.values, VAL_ENDS)
     start, end = ends(score)
-    gain, held_out = (end - start) / size, (after - before) / size
+    gain = (end - start) / size
+    held_out = (after - before) / size
     # Near the top nothing is left to gain and scores vary; only a fall of this size is more than variation.
     had_learned = (before - span[0]) / size >= th.LEARNED and held_out > -HACKING_GAP[0][1]
     reached = [severity for severity, gap in HACKING_GAP if gain - held_out > gap]
@@ -379,10 +433,11 @@ def _lighter(run: RunLog, risen: str, fallen: str) -> Iterator[Fix]:
 
 
 @Rule(
-    "reward-terms", uses=(_TERM,),
+    "reward-terms",
+    uses=(_TERM,),
     thresholds=f"constant / a rise of {TERM_MOVE:.0%} of the largest value and a fall by {TERM_LOSS:.0%}, in "
     f"fewer than {TERM_ROWS} rows at every one / —",
-)  # fmt: skip
+)
 def reward_terms(run: RunLog) -> Detection | Skipped | None:
     """No reward of a sum rises at the cost of another."""
     terms = {key_pattern(_TERM).fullmatch(key)["term"]: key for key in run.table.matching(_TERM)}  # type: ignore[index]
@@ -396,7 +451,8 @@ def reward_terms(run: RunLog) -> Detection | Skipped | None:
     fallen = [term for term, (move, by) in changed.items() if -by >= TERM_LOSS * move.start > 0.0]
     if not risen or not fallen:
         return _constant_terms(run, terms)
-    up, down = max(risen, key=lambda term: changed[term][1]), min(fallen, key=lambda term: changed[term][1])
+    up = max(risen, key=lambda term: changed[term][1])
+    down = min(fallen, key=lambda term: changed[term][1])
     evidence = tuple(
         change_evidence(terms[term], *changed[term][0][:2], run.table.series(terms[term]).steps)
         for term in (up, *fallen)
@@ -416,7 +472,13 @@ def _constant_terms(run: RunLog, terms: Mapping[str, str]) -> Detection | None:
     evidence = tuple(evidence_over(each[term].steps, terms[term], "the same on every step") for term in same)
     cause = "every response earns it, or none does: it teaches nothing, or its grader is wrong"
     check = (fix.by_hand("grade some stored responses by hand"),)
-    return Detection("info", f"a reward of the sum is constant: {values}", evidence, cause, check)
+    return Detection(
+        severity="info",
+        what=f"a reward of the sum is constant: {values}",
+        evidence=evidence,
+        cause=cause,
+        fixes=check,
+    )
 
 
 def _move(series: Series) -> Change | None:
@@ -427,7 +489,9 @@ def _move(series: Series) -> Change | None:
 
 
 @Rule(
-    "no-format", needs=(th.SCORE,), uses=(_TERM,),
+    "no-format",
+    needs=(th.SCORE,),
+    uses=(_TERM,),
     thresholds=f"— / on every step / on {ZERO_REWARD_STEPS} steps",
     fixes=(
         fix.by_hand("read stored responses, and compare them with the form that the grader reads"),
@@ -436,7 +500,7 @@ def _move(series: Series) -> Change | None:
             "and the stop tokens"
         ),
     ),
-)  # fmt: skip
+)
 def no_format(run: RunLog) -> Detection | Skipped | None:
     """Responses have the form that the grader reads."""
     score = run.table.series(th.SCORE)
@@ -451,7 +515,8 @@ def no_format(run: RunLog) -> Detection | Skipped | None:
     # A penalty for the form is 0 where the form is right: then something else would have to be negative.
     if not never or len(never) < len(named) or np.median(score.values[-th.WINDOW :]) >= 0.0:
         return None
-    term, series = never[0], named[never[0]]
+    term = never[0]
+    series = named[never[0]]
     key = _TERM.replace("<term>", term)
     message = f"no response gets the reward {term}, and the mean reward is {score.values[-1]:.2g}"
     seen = (
@@ -462,22 +527,28 @@ def no_format(run: RunLog) -> Detection | Skipped | None:
 
 
 @Rule(
-    "temperature", facts=("temperature",), needs=(th.SCORE,), min_steps=th.MIN_STEPS,
+    "temperature",
+    facts=("temperature",),
+    needs=(th.SCORE,),
+    min_steps=th.MIN_STEPS,
     uses=(th.BEST, th.WORST, th.ZERO_SPREAD.key),
     thresholds=f"— / > {HOT:g} and nearly all wrong, or < {COLD:g} and half of the groups equal / —",
     fixes=(fix.change("rollout.temperature=1.0"),),
-)  # fmt: skip
+)
 def temperature(run: RunLog) -> Detection | None:
     """Samples are neither random nor all the same."""
-    heat, score = run.facts.temperature or 1.0, run.table.series(th.SCORE)
+    heat = run.facts.temperature or 1.0
+    score = run.table.series(th.SCORE)
     equal = run.table.series(th.ZERO_SPREAD.key)
     position = run.reward_position(ends(score.values)[0])
     if heat > HOT and position is not None and position < NEARLY_NONE:
-        message, cause = f"samples are drawn at temperature {heat:g}, and nearly all are wrong", None
+        message = f"samples are drawn at temperature {heat:g}, and nearly all are wrong"
+        cause = None
         figure = f"{ends(score.values)[0]:.2g} in the first steps"
         seen = evidence_over(score.steps[: th.WINDOW], th.SCORE, figure)
     elif heat < COLD and len(equal) and ends(equal.values)[0] >= th.ZERO_SPREAD.tiers[0][1]:
-        message, cause = f"samples are drawn at temperature {heat:g}, and most groups are equal", _TOO_COLD
+        message = f"samples are drawn at temperature {heat:g}, and most groups are equal"
+        cause = _TOO_COLD
         figure = f"{ends(equal.values)[0]:.0%} in the first steps"
         seen = evidence_over(equal.steps[: th.WINDOW], th.ZERO_SPREAD.key, figure)
     else:
@@ -489,19 +560,24 @@ def _higher_limit(run: RunLog) -> Iterator[Fix]:
     """Twice the length limit, or four times where nearly every response reaches it."""
     shares = run.table.series(th.TRUNCATED.key).values
     times = 4 if len(shares) and np.median(shares) > NEARLY_ALL else 2
-    if limit := run.facts.max_response_length:
+    limit = run.facts.max_response_length
+    if limit:
         yield fix.change(f"data.max_response_length={times * limit}")
     else:
         yield fix.larger("data.max_response_length", "raise the length limit")
 
 
 @Rule(
-    "truncated", thresholds=th.TRUNCATED, one_of=(th.TRUNCATED.key, th.LENGTH),
-    uses=("response_length/max",), fixes=(_higher_limit, fix.length_penalty),
-)  # fmt: skip
+    "truncated",
+    thresholds=th.TRUNCATED,
+    one_of=(th.TRUNCATED.key, th.LENGTH),
+    uses=("response_length/max",),
+    fixes=(_higher_limit, fix.length_penalty),
+)
 def truncated(run: RunLog) -> Detection | Skipped | None:
     """Responses end before the length limit."""
-    series, limit = run.table.series(th.LENGTH), run.facts.max_response_length
+    series = run.table.series(th.LENGTH)
+    limit = run.facts.max_response_length
     if len(run.table.series(th.TRUNCATED.key)):
         message = "{worst:.1%} of the responses are cut off at the length limit {where}"
         found = detect_crossing(run, th.TRUNCATED, message)
@@ -526,29 +602,35 @@ def _late_and_low(run: RunLog, series: Series) -> Detection | None:
     """Rewards near the worst one in a log that begins after `FLAT_STEPS` steps: little was learned before."""
     if COUNTED in run.notes or series.steps[0] < FLAT_STEPS or run.reward_span is None:
         return None
-    typical, (low, high) = float(np.median(series.values[: th.WINDOW])), run.reward_span
+    typical = float(np.median(series.values[: th.WINDOW]))
+    low, high = run.reward_span
     if typical >= low + NEARLY_NONE * (high - low) or typical <= low:
         return None
     message = f"after {series.steps[0]:,} steps the mean reward is {typical:.2g}, near the worst of {low:.2g}"
     seen = [evidence_over(series.steps[: th.WINDOW], th.SCORE, f"{typical:.3g} of {low:.3g} to {high:.3g}")]
-    if len(validation := run.validation):
+    validation = run.validation
+    if len(validation):
         seen.append(evidence_over(validation.steps, th.VALIDATION, f"{validation.values[-1]:.3g}"))
     return Detection("warning", message, tuple(seen))
 
 
 @Rule(
-    "flat-reward", needs=(th.SCORE,), uses=(th.BEST, th.WORST),
+    "flat-reward",
+    needs=(th.SCORE,),
+    uses=(th.BEST, th.WORST),
     thresholds=f"mostly right, or range unknown / over {FLAT_STEPS} steps, or {FLAT_STEPS_UNKNOWN} where the "
     f"range is not logged; a log from step {FLAT_STEPS} on: in the lowest {NEARLY_NONE:.0%} of it / —",
     fixes=(
         fix.larger("actor.lr", "raise the learning rate"),
         fix.by_hand("grade some stored answers by hand; check that samples come from the updated weights"),
     ),
-)  # fmt: skip
+)
 def flat_reward(run: RunLog) -> Detection | Skipped | None:
     """The reward moves in a long run."""
-    series, span = run.table.series(th.SCORE), run.likely_span
-    if found := _late_and_low(run, series):
+    series = run.table.series(th.SCORE)
+    span = run.likely_span
+    found = _late_and_low(run, series)
+    if found:
         return found
     if len(series) < FLAT_ROWS:
         return Skipped(f"a flat reward counts from {FLAT_ROWS} rows", needs_steps=FLAT_ROWS)

@@ -56,12 +56,12 @@ def exception(run: RunLog) -> Detection | Skipped:
     severity: Severity = "info" if raised.is_stop or known is _EXCEPTIONS["stopped"] else "critical"
     sure: Sure | None = None if known else ("low", "the exception matches no known kind of failure")
     return Detection(
-        severity,
-        f"the log ends {when} with {raised.text}",
-        (seen,),
-        known.get("cause"),
-        fixes if known else None,
-        sure,
+        severity=severity,
+        what=f"the log ends {when} with {raised.text}",
+        evidence=(seen,),
+        cause=known.get("cause"),
+        fixes=fixes if known else None,
+        sure=sure,
         since=int(run.table.steps[-1]) if len(run.table.steps) else None,
     )
 
@@ -83,7 +83,8 @@ def staleness(run: RunLog) -> Detection | None:
     has_oldest = STALENESS.key in run.table.columns
     series = run.table.series(STALENESS.key if has_oldest else th.STALENESS[1])
     ages = Series(series.steps, series.values / (run.facts.updates_per_batch or 1))
-    crossed, apart = crossing(ages, STALENESS), _apart(run)
+    crossed = crossing(ages, STALENESS)
+    apart = _apart(run)
     if not ages.values.any() or (crossed is None and apart is None):
         return None
     since = int(ages.steps[np.argmax(ages.values > 0.0)])
@@ -106,7 +107,8 @@ def _apart(run: RunLog) -> Crossing | None:
 
 
 @Rule(
-    "nondeterminism", facts=("updates_per_batch", "bypass_mode"),
+    "nondeterminism",
+    facts=("updates_per_batch", "bypass_mode"),
     fixes=(
         fix.by_hand(
             "deterministic kernels, no dropout; replay the routing of a mixture of experts",
@@ -114,7 +116,7 @@ def _apart(run: RunLog) -> Crossing | None:
         ),
     ),
     one_of=(RATIO_ON_POLICY.key, PPO_KL_ON_POLICY.key),
-)  # fmt: skip
+)
 def nondeterminism(run: RunLog) -> Detection | Skipped | None:
     """A policy that has not moved is equal to itself."""
     if run.facts.updates_per_batch != 1:
@@ -151,19 +153,29 @@ def slow_grader(run: RunLog) -> Detection | None:
 
 
 @Rule(
-    "failed-rollouts", one_of=tuple(levels.key for levels in FAILED),
+    "failed-rollouts",
+    one_of=tuple(levels.key for levels in FAILED),
     fixes=(fix.by_hand("read the engine's own log"),),
-)  # fmt: skip
+)
 def failed_rollouts(run: RunLog) -> Detection | None:
     """Rollouts and grading succeed."""
     crossed = crossings(run, FAILED)
     if not crossed:
         return None
-    worst, evidence = worst_of(crossed), tuple(one.evidence for one in crossed)
+    worst = worst_of(crossed)
+    evidence = tuple(one.evidence for one in crossed)
     figure = f"{worst.worst:.0%} of the"
     if not worst.key.startswith("reward/"):
         return Detection(
             worst.severity, f"{figure} rollouts fail or are empty {worst.where}", evidence, since=worst.since
         )
-    message, cause = f"{figure} gradings fail {worst.where}", "the grader raises on some answers"
-    return Detection(worst.severity, message, evidence, cause, fix.other_grader(run), since=worst.since)
+    message = f"{figure} gradings fail {worst.where}"
+    cause = "the grader raises on some answers"
+    return Detection(
+        severity=worst.severity,
+        what=message,
+        evidence=evidence,
+        cause=cause,
+        fixes=fix.other_grader(run),
+        since=worst.since,
+    )

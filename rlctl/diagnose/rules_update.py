@@ -113,7 +113,8 @@ def _wanted_rate(run: RunLog, step: int, size: float) -> float | None:
     decay stay as they are; where updates are too large during the warm-up, from the rate of that step.
     """
     rates = run.table.series(_LR)
-    rate, peak = rates.values[rates.steps == step], fix.peak_rate(run)
+    rate = rates.values[rates.steps == step]
+    peak = fix.peak_rate(run)
     if not rate.any() or peak is None:
         return None
     factor = math.sqrt(USUAL_UPDATE / size)
@@ -144,11 +145,13 @@ def _rate_for(run: RunLog, sizes: Series) -> Fix:
 
 
 @Rule(
-    "large-updates", facts=("updates_per_batch", "bypass_mode"), one_of=(th.K3.key, _PPO_KL),
+    "large-updates",
+    facts=("updates_per_batch", "bypass_mode"),
+    one_of=(th.K3.key, _PPO_KL),
     uses=(*th.STALENESS, _LR),
     thresholds=f"— / > {LARGE_UPDATE[0][1]:g} in two of three steps / > {LARGE_UPDATE[1][1]:g}, or a step "
     f"> {LARGE_UPDATE[1][1] * ONE_STEP:g}",
-)  # fmt: skip
+)
 def large_updates(run: RunLog) -> Detection | Skipped | None:
     """One batch does not move the policy far."""
     key = th.K3.key if run.facts.bypass_mode else _PPO_KL
@@ -170,7 +173,8 @@ def large_updates(run: RunLog) -> Detection | Skipped | None:
     window = slice(first, first + th.WINDOW)
     most = first + int(np.argmax(sizes[window]))
     large = sizes[window] >= min(sizes[most], LARGE_UPDATE[0][1])
-    size, step = float(sizes[most]), int(series.steps[most])
+    size = float(sizes[most])
+    step = int(series.steps[most])
     message = f"the updates on one batch move the policy by {size:.2g} nats per token in step {step:,}"
     seen = replace(_update_seen(series, most), metric=key)
     fixes = (_rate_for(run, Series(series.steps[window][large], sizes[window][large])), fix.FIND_THE_CAUSE)
@@ -192,10 +196,12 @@ def _ignores_the_rate(run: RunLog, sizes: Series) -> bool:
 
 
 @Rule(
-    "frozen", one_of=NEVER_EQUAL, min_steps=th.MIN_STEPS,
+    "frozen",
+    one_of=NEVER_EQUAL,
+    min_steps=th.MIN_STEPS,
     thresholds=f"— / one value of more than 4 decimals on {FROZEN_STEPS} steps in a row / —",
     fixes=(fix.by_hand("check what is logged where a step is skipped, and that batches differ"),),
-)  # fmt: skip
+)
 def frozen(run: RunLog) -> Detection | None:
     """Gradient norm, entropy and loss change from step to step."""
     for series, key in ((run.table.series(key), key) for key in NEVER_EQUAL):
@@ -209,13 +215,16 @@ def frozen(run: RunLog) -> Detection | None:
 
 
 @Rule(
-    "small-updates", needs=(_NORM,), uses=(th.K3.key, *th.STALENESS, *th.REWARDS, _LR),
+    "small-updates",
+    needs=(_NORM,),
+    uses=(th.K3.key, *th.STALENESS, *th.REWARDS, _LR),
     thresholds=f"— / rate 0, or < {TINY_RATE:g} for {th.MOVE_STEPS} steps, or < {TINY_UPDATE:g} nats per "
     "batch and the reward does not gain / —",
-)  # fmt: skip
+)
 def small_updates(run: RunLog) -> Detection | Skipped | None:
     """The updates move the policy."""
-    series, rates = run.table.series(th.K3.key), run.table.series(_LR)
+    series = run.table.series(th.K3.key)
+    rates = run.table.series(_LR)
     peak = float(rates.values.max()) if len(rates) >= th.MIN_STEPS and not is_rounded(run.table) else None
     least = TINY_RATE if len(rates) >= th.MOVE_STEPS else 0.0
     if run.facts.lr == 0.0 or (peak is not None and peak <= least):
@@ -259,7 +268,8 @@ def gradient_norm(run: RunLog) -> Detection | None:
     if not len(jumps):
         return None
     largest = int(np.argmax(jumps.values / jumps.before))
-    value, before = float(jumps.values[largest]), float(jumps.before[largest])
+    value = float(jumps.values[largest])
+    before = float(jumps.before[largest])
     is_often = len(jumps) >= max(SPIKE_COUNT, SPIKE_SHARE * len(series))
     many = is_often or jumps.values.max() > HUGE_NORM.tiers[0][1]
     figure = f"{value:.3g} at step {jumps.steps[largest]}, median of the steps before it {before:.3g}"
@@ -275,11 +285,12 @@ def gradient_norm(run: RunLog) -> Detection | None:
 
 
 @Rule(
-    "no-gradient", needs=(_NORM,),
+    "no-gradient",
+    needs=(_NORM,),
     uses=(th.ZERO_SPREAD.key, th.GROUP_STD, th.MASKED.key, _CUT_OFF, *_ADVANTAGE_ENDS),
     thresholds=f"— / — / ≥ {th.ZERO_SHARE * 100:g} % of the steps, or all of fewer than {th.MIN_STEPS}",
     fixes=(fix.larger_groups, _REACH),
-)  # fmt: skip
+)
 def no_gradient(run: RunLog) -> Detection | None:
     """The gradient is not zero."""
     series = run.table.series(_NORM)
@@ -326,7 +337,13 @@ def no_gradient(run: RunLog) -> Detection | None:
         return Detection("critical", message, tuple(evidence), _NO_GRADIENT_OF_CRITIC)
     sure: Sure = ("high", "another figure shows the reason")
     return Detection(
-        "critical", message, tuple(evidence), why, tuple(fixes), sure, is_first=fixes == (_REACH,)
+        severity="critical",
+        what=message,
+        evidence=tuple(evidence),
+        cause=why,
+        fixes=tuple(fixes),
+        sure=sure,
+        is_first=fixes == (_REACH,),
     )
 
 
@@ -349,13 +366,15 @@ def _groups_differ(run: RunLog, equal: float | None, steps: NDArray[np.int64]) -
 
 
 @Rule(
-    "zero-advantages", needs=_ADVANTAGE_ENDS, uses=th.REWARDS,
+    "zero-advantages",
+    needs=_ADVANTAGE_ENDS,
+    uses=th.REWARDS,
     thresholds=f"— / — / ≥ {th.ZERO_SHARE * 100:g} % of the steps, or all of fewer than {th.MIN_STEPS}",
     fixes=(
         fix.larger_groups,
         fix.several_responses,
     ),
-)  # fmt: skip
+)
 def zero_advantages(run: RunLog) -> Detection | None:
     """Advantages are not all zero."""
     steps, (most, least) = run.table.aligned(*_ADVANTAGE_ENDS)
@@ -400,7 +419,8 @@ def _stronger_penalty(run: RunLog, found: Crossing) -> Fix:
 
 def _not_the_start(run: RunLog, series: Series, level: float) -> str:
     """How a KL of this level shows that the reference is not the policy's start; empty where it does not."""
-    first, is_first = float(series.values[0]), run.has_first_step and series.steps[0] <= th.FIRST_STEP
+    first = float(series.values[0])
+    is_first = run.has_first_step and series.steps[0] <= th.FIRST_STEP
     if first > REF_KL_OK and first >= EARLY_SHARE * level and is_first:
         return f"{first:.3g} of them in step {series.steps[0]}"
     count = min(EARLY_ROWS, len(series) // 2)
@@ -412,12 +432,14 @@ def _not_the_start(run: RunLog, series: Series, level: float) -> str:
 
 
 @Rule(
-    "reference-drift", thresholds=th.REF_KL[0], one_of=tuple(levels.key for levels in th.REF_KL),
+    "reference-drift",
+    thresholds=th.REF_KL[0],
+    one_of=tuple(levels.key for levels in th.REF_KL),
     uses=(_KL_COEF, *th.REWARDS),
     not_applicable=lambda run: (
         "the KL to the reference is not penalized" if _penalty_coefficient(run) == 0.0 else ""
     ),
-)  # fmt: skip
+)
 def reference_drift(run: RunLog) -> Detection | None:
     """The policy stays near its reference."""
     crossed = crossings(run, th.REF_KL)
@@ -426,7 +448,8 @@ def reference_drift(run: RunLog) -> Detection | None:
     worst = worst_of(crossed)
     drifted = of_crossing(worst, "the policy is {worst:.3g} nats from its reference {where}")
     evidence = tuple(one.evidence for one in crossed)
-    if how := _not_the_start(run, run.table.series(worst.key), worst.worst):
+    how = _not_the_start(run, run.table.series(worst.key), worst.worst)
+    if how:
         sure: Sure = ("high", "updates move a policy away from its start, not towards it or before them")
         score = run.table.series(th.SCORE)
         if len(score) >= th.MOVE_STEPS and not (
@@ -435,9 +458,15 @@ def reference_drift(run: RunLog) -> Detection | None:
             how += ", and the reward does not gain"
             evidence += (change_evidence(th.SCORE, *ends(score.values), score.steps),)
         return replace(
-            drifted, what=f"{drifted.what}, {how}", evidence=evidence, cause=_OTHER_START, sure=sure,
-            fixes=(_SAME_START,), is_first=True, explains=("flat-reward",),
-        )  # fmt: skip
+            drifted,
+            what=f"{drifted.what}, {how}",
+            evidence=evidence,
+            cause=_OTHER_START,
+            sure=sure,
+            fixes=(_SAME_START,),
+            is_first=True,
+            explains=("flat-reward",),
+        )
     return replace(
         drifted,
         evidence=evidence,
@@ -446,9 +475,12 @@ def reference_drift(run: RunLog) -> Detection | None:
 
 
 @Rule(
-    "strong-penalty", one_of=tuple(levels.key for levels in th.REF_KL), uses=(_KL_COEF, *th.REWARDS),
-    min_steps=th.MOVE_STEPS, thresholds=f"— / ≥ {STRONG_PENALTY:g}, KL < {HELD_KL:g}, unless learned³ / —",
-)  # fmt: skip
+    "strong-penalty",
+    one_of=tuple(levels.key for levels in th.REF_KL),
+    uses=(_KL_COEF, *th.REWARDS),
+    min_steps=th.MOVE_STEPS,
+    thresholds=f"— / ≥ {STRONG_PENALTY:g}, KL < {HELD_KL:g}, unless learned³ / —",
+)
 def strong_penalty(run: RunLog) -> Detection | Skipped | None:
     """The KL penalty leaves the policy room to learn."""
     coefficient = _penalty_coefficient(run)

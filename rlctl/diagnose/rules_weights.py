@@ -32,9 +32,10 @@ def _no_weights(run: RunLog) -> str:
 
 
 @Rule(
-    "weight-mean", one_of=(RAW_MEAN_HIGH.key, MEAN_LOW.key),
+    "weight-mean",
+    one_of=(RAW_MEAN_HIGH.key, MEAN_LOW.key),
     fixes=(fix.FIND_THE_CAUSE, fix.reject_outliers, fix.gentler),
-)  # fmt: skip
+)
 def weight_mean(run: RunLog) -> Detection | None:
     """Importance weights average 1."""
     has_raw = len(run.table.series(_RAW_MEAN)) > 0
@@ -52,9 +53,12 @@ def weight_mean(run: RunLog) -> Detection | None:
 
 
 @Rule(
-    "effective-samples", one_of=(th.ESS.key, WEIGHT_STD.key), uses=(th.MASKED.key,),
-    not_applicable=_no_weights, fixes=(fix.reject_outliers, fix.wider_bound, fix.gentler),
-)  # fmt: skip
+    "effective-samples",
+    one_of=(th.ESS.key, WEIGHT_STD.key),
+    uses=(th.MASKED.key,),
+    not_applicable=_no_weights,
+    fixes=(fix.reject_outliers, fix.wider_bound, fix.gentler),
+)
 def effective_samples(run: RunLog) -> Detection | None:
     """Applied weights are spread over the samples.
 
@@ -96,10 +100,14 @@ def _of_tokens(run: RunLog) -> Iterator[Fix]:
 
 
 @Rule(
-    "hidden-tail", thresholds=th.RAW_ESS, needs=(th.ESS.key,), one_of=(th.RAW_ESS.key, *CHI2.values()),
-    uses=(th.LENGTH,), not_applicable=_no_weights,
+    "hidden-tail",
+    thresholds=th.RAW_ESS,
+    needs=(th.ESS.key,),
+    one_of=(th.RAW_ESS.key, *CHI2.values()),
+    uses=(th.LENGTH,),
+    not_applicable=_no_weights,
     fixes=(_of_tokens, fix.reject_outliers, fix.geometric, fix.gentler),
-)  # fmt: skip
+)
 def hidden_tail(run: RunLog) -> Detection | Skipped | None:
     """No heavy tail is hidden by the bound."""
     found = raw_ess(run)
@@ -123,11 +131,13 @@ def hidden_tail(run: RunLog) -> Detection | Skipped | None:
 
 
 @Rule(
-    "usable-length", needs=(CHI2["token"], th.LENGTH), fixes=(_of_tokens, fix.geometric, fix.gentler),
+    "usable-length",
+    needs=(CHI2["token"], th.LENGTH),
+    fixes=(_of_tokens, fix.geometric, fix.gentler),
     not_applicable=lambda run: (
         "" if run.facts.rollout_is in {None, "sequence"} else "no weights of sequences are applied"
     ),
-)  # fmt: skip
+)
 def usable_length_of_weights(run: RunLog) -> Detection | Skipped | None:
     """Responses are not longer than weights of sequences are useful."""
     if run.facts.rollout_is is None:
@@ -135,14 +145,16 @@ def usable_length_of_weights(run: RunLog) -> Detection | Skipped | None:
     steps, (chi2, lengths) = run.table.aligned(CHI2["token"], th.LENGTH)
     if len(steps) < th.MIN_STEPS or np.isnan(chi2).all():
         return None
-    usable, typical = usable_length(float(np.nanmedian(chi2))), float(np.median(lengths))
+    usable = usable_length(float(np.nanmedian(chi2)))
+    typical = float(np.median(lengths))
     if typical <= usable:
         return None
     what = (
         f"sequence weights keep half of the sample up to about {max(usable, 1.0):,.0f} tokens; "
         f"responses have {typical:,.0f}"
     )
-    first, last = int(steps[0]), int(steps[-1])
+    first = int(steps[0])
+    last = int(steps[-1])
     seen = Evidence(CHI2["token"], f"{float(np.nanmedian(chi2)):.3g} (median of all steps)", first, last)
     return Detection("info", what, (seen, Evidence(th.LENGTH, f"{typical:,.0f} (median)", first, last)))
 

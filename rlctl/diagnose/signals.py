@@ -82,7 +82,8 @@ def start_of(series: Series) -> Start | None:
     first = series.values[:count]
     median = float(np.median(first))
     sigma = float(deviation(first))
-    early, late = np.median(first[: count // 2]), np.median(first[count // 2 :])
+    early = np.median(first[: count // 2])
+    late = np.median(first[count // 2 :])
     is_small = bool(abs(late - early) <= th.START_TREND_SIZE * abs(median))
     is_stable = is_small or float(kendalltau(np.arange(count), first).pvalue) >= th.START_TREND_P
     return Start(median, max(sigma, th.SIGMA_FLOOR * abs(median)), is_stable)
@@ -126,7 +127,8 @@ def crossing(series: Series, levels: Levels) -> Crossing | None:
     if levels.absolute:
         series = Series(series.steps, np.abs(series.values))
     is_beyond = np.less if levels.is_floor else np.greater_equal if levels.is_share else np.greater
-    values, half = series.values, th.WINDOW // 2
+    values = series.values
+    half = th.WINDOW // 2
     if not is_beyond(values, tiers[0][1]).any():
         return None
     medians = rolling_median(values)
@@ -153,9 +155,21 @@ def crossing(series: Series, levels: Levels) -> Crossing | None:
     severity = "info" if remark else severity
     steps = series.steps
     window = int(steps[at]), int(steps[min(at + th.WINDOW, len(values)) - 1])
-    first_step, last_step = int(steps[first]), int(steps[last])
+    first_step = int(steps[first])
+    last_step = int(steps[last])
     onset = int(steps[since])
-    return Crossing(levels.key, severity, worst, limit, window, first_step, last_step, onset, lasts, remark)
+    return Crossing(
+        key=levels.key,
+        severity=severity,
+        worst=worst,
+        limit=limit,
+        window=window,
+        first_step=first_step,
+        last_step=last_step,
+        since=onset,
+        lasts=lasts,
+        remark=remark,
+    )
 
 
 def trend(series: Series) -> float:
@@ -210,13 +224,15 @@ def growth(series: Series) -> Change | None:
     from scipy.stats import kendalltau, theilslopes
 
     step = max(1, len(series) // th.TREND_POINTS)
-    values, steps = series.values[::step], series.steps[::step]
+    values = series.values[::step]
+    steps = series.steps[::step]
     jump = lasting_change(series)
     if jump is not None and jump.end <= jump.start:
         jump = None
     if len(values) < th.START_MIN_STEPS or values.min() <= 0.0:
         return jump
-    places, logs = np.arange(len(values)), np.log(values)
+    places = np.arange(len(values))
+    logs = np.log(values)
     tau = kendalltau(places, logs)
     if tau.statistic < th.TREND_TAU or tau.pvalue > th.TREND_P:
         return jump
@@ -269,7 +285,8 @@ def is_frequent(flags: NDArray[np.bool_]) -> bool:
 def longest_true(flags: NDArray[np.bool_]) -> tuple[int, int]:
     """(start, length) of the longest run of True; length 0 if there is none."""
     edges = np.flatnonzero(np.diff(np.concatenate([[False], flags, [False]]).astype(np.int8)))
-    starts, ends = edges[::2], edges[1::2]
+    starts = edges[::2]
+    ends = edges[1::2]
     if len(starts) == 0:
         return 0, 0
     longest = int(np.argmax(ends - starts))

@@ -111,7 +111,8 @@ def check_free(path: Path) -> None:
         UsageError: the file exists, or its directory does not.
     """
     if path.exists() or path.is_symlink():
-        where, how = str(path), "choose another name, or remove it first"
+        where = str(path)
+        how = "choose another name, or remove it first"
         raise UsageError("the file exists; --fix does not overwrite", where=where, fix=how)
     if not path.parent.is_dir():
         raise UsageError("no such directory", where=str(path.parent), fix="create it first")

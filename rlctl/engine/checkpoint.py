@@ -56,7 +56,8 @@ class TrainerState:
     def __post_init__(self) -> None:
         """Raises a `ValueError` for values of other types, as in a manifest that was edited."""
         for name in ("step", "policy_version", "world_size"):
-            if type(value := getattr(self, name)) is not int or value < 0:
+            value = getattr(self, name)
+            if type(value) is not int or value < 0:
                 raise ValueError(f"{name} is {value!r}, not a number of steps, updates or ranks")
         if type(self.kl_coef) not in {float, int, type(None)}:
             raise ValueError(f"kl_coef is {self.kl_coef!r}, not a number")
@@ -302,7 +303,8 @@ def verify(path: Path, differing: Differing = first_differing) -> tuple[str, Che
         return "its manifest lists no file", None
     if path.is_symlink():
         return "it is a link", None
-    if odd := next((each for each in sorted(path.rglob("*")) if not _is_plain(each)), None):
+    odd = next((each for each in sorted(path.rglob("*")) if not _is_plain(each)), None)
+    if odd:
         return f"{odd.relative_to(path)} is a link, or no file", None
     problem = differing(path, expected)
     return problem, None if problem else Checkpoint(path, state)

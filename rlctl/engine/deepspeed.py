@@ -241,7 +241,8 @@ class _Engine(Engine):
             RunFailure: there is no state, or it does not fit this engine.
         """
         count = len(list((directory / _STATE).glob("*_optim_states.pt")))  # one per rank; none at stage 0
-        if is_universal := count not in {0, self.ranks.world_size}:
+        is_universal = count not in {0, self.ranks.world_size}
+        if is_universal:
             state = directory / _STATE
             directory = directory.parents[1] / _UNIVERSAL
             problem = self.ranks.first(

@@ -49,7 +49,8 @@ def build_training_engine(name: str, context: TrainContext) -> Any:
     """
     engine = TRAINING_ENGINES[name](context)
     own = ("values",) if context.temperature is None else ("policy", "weights", "export")
-    if message := missing_methods(engine, *_MEMBERS, *own):
+    message = missing_methods(engine, *_MEMBERS, *own)
+    if message:
         raise RunFailure(message, where=f"engine.name: {name}", fix="see rlctl/engine/protocol.py")
     return engine
 

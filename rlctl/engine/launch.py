@@ -205,7 +205,8 @@ def _rank_main(launcher: int, target: Callable[..., int], *args: object) -> None
     except RlctlError as error:
         _report_error(error, _OWN_FAULT)
     except Exception as error:  # a bug: otherwise the launcher would only see that a rank ended
-        if failure := memory_failure(error):
+        failure = memory_failure(error)
+        if failure:
             _report_error(failure, _OWN_FAULT)
         message = f"{type(error).__name__}: {error}"
         _report_error(RunFailure(message, fix=f"this is a bug; {_keep_traceback()}"), _BUG)

@@ -119,7 +119,13 @@ def _tokens_read(inputs: ModelInputs) -> _Tokens:
         pair = experts[at[single, column]], experts[at[single + 1, column]]
         equal[single, column] = (pair[0] == pair[1]).flatten(1).all(1)
     common = [0, *equal.long().cumprod(1).sum(1).tolist()]
-    return _Tokens(ids, segments, common, (is_read.cumsum(0) - 1)[chosen - 1], experts)
+    return _Tokens(
+        ids=ids,
+        sequences=segments,
+        common=common,
+        wanted=(is_read.cumsum(0) - 1)[chosen - 1],
+        experts=experts,
+    )
 
 
 @dataclass(frozen=True, slots=True)
@@ -215,7 +221,13 @@ def _packing(tokens: _Tokens, width: int | None) -> _Placing:
     owner = sequences.flat(_last_owners(is_own)).long()
     last = sequences.flat(_next_owners(is_own)).long() - 1
     column = start[owner] + sequences.places - shared[owner]
-    return _Placing(row[owner], column, (len(bins), filled), number[owner], number[last])
+    return _Placing(
+        row=row[owner],
+        place=column,
+        shape=(len(bins), filled),
+        first=number[owner],
+        last=number[last],
+    )
 
 
 def _starts(bins: list[list[range]], num_own: Tensor) -> tuple[Tensor, Tensor, Tensor, int]:
@@ -231,7 +243,8 @@ def _starts(bins: list[list[range]], num_own: Tensor) -> tuple[Tensor, Tensor, T
     in_row = Segments(torch.tensor([sum(map(len, runs)) for runs in bins]))
     row, number, start = torch.empty(3, len(num_own), dtype=torch.int64)
     own = num_own[order]
-    row[order], number[order] = in_row.index, in_row.places + 1
+    row[order] = in_row.index
+    number[order] = in_row.places + 1
     start[order] = (in_row.cumsum(own) - own).long()
     return row, number, start, int(in_row.sum(own).max())
 
@@ -258,7 +271,8 @@ def _bins(tokens: _Tokens, width: int) -> list[list[range]]:
     """
     runs: list[tuple[int, range]] = []  # each with its number of tokens
     for sequence, length in enumerate(tokens.sequences.lengths.tolist()):
-        size, start = length, sequence
+        size = length
+        start = sequence
         if runs and tokens.common[sequence] >= _WORTH_SHARING * length:
             grown = runs[-1][0] + length - tokens.common[sequence]
             if grown <= width:
@@ -276,7 +290,8 @@ def _bins(tokens: _Tokens, width: int) -> list[list[range]]:
 
 def _padding(tokens: _Tokens, share_prompts: bool) -> _Placing:
     """A row per sequence; with `share_prompts` and without experts, shared prompts end in one column."""
-    sequences, wanted = tokens.sequences, tokens.wanted
+    sequences = tokens.sequences
+    wanted = tokens.wanted
     cuts = torch.zeros_like(sequences.lengths)
     num_runs = 0
     if share_prompts and len(sequences) > 1 and tokens.experts is None:
@@ -434,7 +449,8 @@ def choose_layout(packed: float, padded: float) -> Layout:
 
 def states_of(body: Any, rows: Rows) -> Tensor:
     """(M, H) states that predict the scored tokens."""
-    arguments, prefix = rows.inputs, rows.prefix
+    arguments = rows.inputs
+    prefix = rows.prefix
     if prefix:
         ids, mask, positions = (arguments[name] for name in ("input_ids", "attention_mask", "position_ids"))
         cache = shared_prefix(body, ids[:, :prefix], mask[:, :prefix].bool(), positions[:, :prefix])

@@ -79,7 +79,8 @@ class PolicyModule(nn.Module):
         if routing:
             width = self.model.config.get_text_config().hidden_size
             states, routes = states[:, :width].to(self.model.dtype), states[:, width:]
-        tokens, kept = inputs.tokens, inputs.kept
+        tokens = inputs.tokens
+        kept = inputs.kept
         listed = None if inputs.most_likely is None else inputs.most_likely.padded()[0]
         if own is not None:
             tokens = tokens[own]

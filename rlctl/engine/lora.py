@@ -81,7 +81,8 @@ def load_adapter(model: Any, spec: ModelSpec) -> None:
         fix = "name a directory with adapter_config.json and adapter_model.safetensors, or a hub id"
         raise UsageError(f"the adapter cannot be read: {one_line(error)}", where=where, fix=fix) from error
     own = adapter_parameters(model)
-    if others := sorted(own.keys() ^ loaded.keys()):
+    others = sorted(own.keys() ^ loaded.keys())
+    if others:
         layers = sorted({name.split(".")[-3] for name in loaded})
         message = (
             f"the adapter and model.target_modules have other layers: {others[0]} and {len(others) - 1} more"
@@ -109,7 +110,8 @@ def _targets(model: Any, wanted: list[str]) -> list[str]:
     if not linear:
         message = f"{type(model).__name__} has no linear layers to adapt"
         raise UsageError(message, where="model.lora_rank", fix="set it to 0 to train all weights")
-    if unknown := [name for name in wanted if name not in known | {ALL_LINEAR}]:
+    unknown = [name for name in wanted if name not in known | {ALL_LINEAR}]
+    if unknown:
         message = f"{type(model).__name__} has no linear layer named {', '.join(unknown)}"
         fix = f"choose from {', '.join([*sorted(known), ALL_LINEAR])}"
         raise UsageError(message, where="model.target_modules", fix=fix)

@@ -124,7 +124,8 @@ def _refuse_other_tokens(path: str, tokenizer: Any, where: str, loading: Loading
     theirs = AutoTokenizer.from_pretrained(path, **_source(loading)).get_vocab()
     own = sorted((number, token) for token, number in tokenizer.get_vocab().items())
     for number, token in own:
-        if (other := theirs.get(token)) != number:
+        other = theirs.get(token)
+        if other != number:
             has = "has no such token" if other is None else f"gives it {other}"
             message = f"its tokenizer is not the policy's, which gives {token!r} the id {number}: it {has}"
             raise UsageError(message, where=where, fix="name a model with the policy's tokenizer")
@@ -367,7 +368,8 @@ def run_liger(model: Any) -> None:
     for name, value in before.items():
         if isinstance(value, type):
             setattr(architecture, name, value)
-    if (plain := before.get(_ROTARY)) and plain is not getattr(architecture, _ROTARY):
+    plain = before.get(_ROTARY)
+    if plain and plain is not getattr(architecture, _ROTARY):
         setattr(architecture, _ROTARY, _on_gpus(getattr(architecture, _ROTARY), plain))
     _refuse_other_activation(model)
 

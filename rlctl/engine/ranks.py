@@ -333,7 +333,8 @@ def missing_ranks() -> Iterator[None]:
     try:
         yield
     except RuntimeError as error:
-        if lost := lost_rank(error):
+        lost = lost_rank(error)
+        if lost:
             raise lost from error
         raise
 

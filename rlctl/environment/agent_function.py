@@ -45,7 +45,8 @@ class _Agent:
     def __init__(self, file: str, name: str, context: EnvironmentContext, num_sharing: int = 1) -> None:
         self._sampling = context.sampling
         self._renderer = ChatRenderer(context.tokenizer, context.chat_template_kwargs)
-        variables, is_fresh = context.spec.variables, context.spec.fresh_process
+        variables = context.spec.variables
+        is_fresh = context.spec.fresh_process
         self._instances = Instances(file, name, variables, is_fresh=is_fresh, num_sharing=num_sharing)
 
     def close(self) -> None:
@@ -84,14 +85,17 @@ class AgentFunction(_Agent):
 
     def __init__(self, name: str, agent: Callable[..., Any], context: EnvironmentContext) -> None:
         file, _, function_name = name.rpartition(":")
-        function, self._method = agent, "__call__"
+        function = agent
+        self._method = "__call__"
         if inspect.isclass(agent):
-            if problem := call_problem(agent):
+            problem = call_problem(agent)
+            if problem:
                 fix = "give the arguments of its constructor defaults"
                 raise UsageError(
                     f"an agent's class is created without arguments: {problem}", where=name, fix=fix
                 )
-            function, function_name = _bound_run(agent), "run"
+            function = _bound_run(agent)
+            function_name = "run"
             self._method = "run"
         code = function if inspect.isroutine(function) else getattr(function, "__call__", function)  # noqa: B004
         if any(map(inspect.isgeneratorfunction, (function, code))) or inspect.isasyncgenfunction(code):
@@ -100,7 +104,8 @@ class AgentFunction(_Agent):
             )
         self._wants_truth = "ground_truth" in inspect.signature(function).parameters
         given = dict.fromkeys(["task", "base_url", "api_key", *["ground_truth"] * self._wants_truth])
-        if problem := call_problem(function, **given):
+        problem = call_problem(function, **given)
+        if problem:
             fix = f"def {function_name}(task, base_url, api_key) -> float | None, or with async"
             raise UsageError(f"an agent is called with three arguments: {problem}", where=name, fix=fix)
         super().__init__(file, name.rpartition(":")[2], context, sharing_of(agent, context.spec))
@@ -147,7 +152,8 @@ def _bound_run(kind: type) -> Callable[..., Any]:
 
 def _outcome(chat: RecordedChat, returned: dict[str, Any]) -> Outcome:
     """The outcome of an agent that has ended."""
-    reward, ended_by = returned.get("number"), chat.limit
+    reward = returned.get("number")
+    ended_by = chat.limit
     if "error" in returned and not ended_by:
         if not chat.reply or chat.is_refused or "of_values" not in returned:
             raise EnvironmentFault(f"the agent raised {returned['error']}")

@@ -176,7 +176,8 @@ def _check_leaks(
     policies = ["tool calls"] * bool(audit.tools) + ["right answers" if knows else "echo"]
     try:
         for policy in policies:
-            if difference := state_leak(partial(play, policy), tasks):
+            difference = state_leak(partial(play, policy), tasks)
+            if difference:
                 audit.add("state_leaks", difference=difference)
                 return
     finally:
@@ -230,7 +231,8 @@ def _check_outputs(audit: EnvironmentAudit, episodes: Sequence[Episode]) -> None
     kinds: dict[tuple[str, str], str] = {}
     for episode in episodes:
         for message in episode.messages:
-            name, text = str(message.get("name", "")), str(message["content"])
+            name = str(message.get("name", ""))
+            text = str(message["content"])
             if message["role"] != "tool" or not name:
                 continue
             error = ""
@@ -254,7 +256,9 @@ class _Blind:
         tools: Sequence[Mapping[str, Any]],
         truths: Mapping[int | None, str],
     ) -> None:
-        self._policy, self._tokenizer, self._truths = policy, tokenizer, truths
+        self._policy = policy
+        self._tokenizer = tokenizer
+        self._truths = truths
         self._tools = [tool["function"] for tool in tools]
 
     def sample(self, requests: Sequence[Request], sampling: Sampling) -> list[Turn]:
@@ -313,7 +317,9 @@ class _Watch:
 @contextlib.contextmanager
 def _watched() -> Iterator[_Watch]:
     """Finds the processes and temporary files that are left after the block; the processes are ended."""
-    watch, mark, before = _Watch(), secrets.token_hex(8), dict(os.environ)
+    watch = _Watch()
+    mark = secrets.token_hex(8)
+    before = dict(os.environ)
     with temporary_directory("audit") as directory:
         os.environ.update({_MARK: mark, "TMPDIR": str(directory)})
         try:

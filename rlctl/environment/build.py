@@ -150,7 +150,9 @@ class EpisodeSource:
         chat_template_kwargs: Mapping[str, Any] | None = None,
         max_prompt_length: int | None = None,
     ) -> None:
-        self.spec, self._tokenizer, self._context_length = spec, tokenizer, context_length
+        self.spec = spec
+        self._tokenizer = tokenizer
+        self._context_length = context_length
         self.is_multi_turn = spec.is_multi_turn
         self._max_prompt_length = max_prompt_length
         self._template_kwargs = chat_template_kwargs or {}
@@ -236,7 +238,9 @@ class EpisodeSource:
 
         sampled = Episodes.of([])
         starts = [0] * len(tasks)  # place of each group's first episode
-        few, missing, needed = list[int](), list(range(len(tasks))), min(self.spec.min_group, n)
+        few = list[int]()
+        missing = list(range(len(tasks)))
+        needed = min(self.spec.min_group, n)
         for attempt in range(self.spec.max_retries + 1):
             seed = derived_seed(step_seed, "again", attempt) if attempt else step_seed
             members = [(tasks[number], member) for number in missing for member in range(n)]
@@ -302,7 +306,8 @@ class EpisodeSource:
         name = self._name_of(task)
         if name not in self._tools:
             self._tools[name] = self._tools_of(name)
-        if not (tools := self._tools[name]):
+        tools = self._tools[name]
+        if not tools:
             return len(task.prompt_ids)
         messages = [dict(message) for message in task.messages]
         return len(self._renderer.encode(self._renderer.text(messages, tools)))

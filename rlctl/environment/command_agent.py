@@ -47,7 +47,8 @@ async def run(
     assert process.stdin is not None
     assert process.stdout is not None
     assert process.stderr is not None
-    output, errors = bytearray(), bytearray()
+    output = bytearray()
+    errors = bytearray()
     transfers = [
         asyncio.ensure_future(_write(process.stdin, json.dumps(task, default=str).encode())),
         asyncio.ensure_future(_keep_end(process.stdout, output)),
@@ -69,7 +70,8 @@ async def run(
 
 async def _exit_code(process: asyncio.subprocess.Process) -> int:
     """Waits for the end of the program alone: asyncio's own `wait` waits for whoever has its output, too."""
-    ended, loop = asyncio.Event(), asyncio.get_running_loop()
+    ended = asyncio.Event()
+    loop = asyncio.get_running_loop()
     with contextlib.suppress(OSError), _closing(os.pidfd_open(process.pid)) as handle:
         loop.add_reader(handle, ended.set)
         try:

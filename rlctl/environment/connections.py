@@ -31,7 +31,8 @@ class Unknown:
     """A connection that has not shown a key."""
 
     def __init__(self, transport: asyncio.WriteTransport) -> None:
-        self._transport, self._loop = transport, asyncio.get_running_loop()
+        self._transport = transport
+        self._loop = asyncio.get_running_loop()
         self.may_be_replaced = False
         self._loop.call_later(_UNDISTURBED_S, self._pass, _UNDISTURBED_PASSES)
 
@@ -53,7 +54,8 @@ class _Unknowns:
     def __init__(self) -> None:
         self._lock = threading.Lock()
         self._waiting: dict[Unknown, None] = {}  # oldest first
-        self._num_lost, self._said_at = 0, -_BETWEEN_LINES_S
+        self._num_lost = 0
+        self._said_at = -_BETWEEN_LINES_S
 
     def add(self, connection: Unknown) -> None:
         with self._lock:

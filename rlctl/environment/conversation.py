@@ -59,7 +59,9 @@ class Conversation:
         tools: Sequence[Mapping[str, Any]] = (),
         more: str = "",
     ) -> None:
-        self._renderer, self._sampler, self._tools = renderer, sampler, tools
+        self._renderer = renderer
+        self._sampler = sampler
+        self._tools = tools
         self.messages: list[Message] = [dict(message) for message in task.messages]
         if more:
             self._append_to_user(more)
@@ -76,7 +78,8 @@ class Conversation:
         Raises:
             LimitReached: a limit of the episode allows no further turn.
         """
-        before, read = list(self.messages), self._context()
+        before = list(self.messages)
+        read = self._context()
         turn = await self._sampler.sample(read)
         sampled = turn.token_ids.tolist()
         written = self._written(turn, sampled)
@@ -122,7 +125,8 @@ class Conversation:
     def _written(self, turn: Turn, sampled: list[int]) -> WrittenReply:
         from rlctl.environment.single_turn import decode
 
-        tokenizer, has_end = self._renderer.tokenizer, turn.finish_reason == "stop" and bool(sampled)
+        tokenizer = self._renderer.tokenizer
+        has_end = turn.finish_reason == "stop" and bool(sampled)
         content = decode(tokenizer, [sampled[:-1] if has_end else sampled])[0]
         end = tokenizer.decode(sampled[-1:]) if has_end else ""
         return WrittenReply(content, end, sampled[-1] if sampled else None)

@@ -120,7 +120,9 @@ class _Incoming:
         check: Callable[[bytes, bytes, Mapping[bytes, bytes]], None],
         go_on: Callable[[], None],
     ) -> None:
-        self._reader, self._check, self._go_on = reader, check, go_on
+        self._reader = reader
+        self._check = check
+        self._go_on = go_on
         self.form: WireFormat = chat_completions
         self.is_allowed = False
 
@@ -131,7 +133,9 @@ class _Incoming:
             Refused: it is not allowed, or not HTTP.
             ConnectionError: its client has gone.
         """
-        connection, body, length = h11.Connection(h11.SERVER), bytearray(), 0
+        connection = h11.Connection(h11.SERVER)
+        body = bytearray()
+        length = 0
         try:
             while True:
                 event = connection.next_event()

@@ -68,7 +68,8 @@ def first_prompts(
     limit_s = min(seconds(spec.episode_timeout), _LONGEST_S)
 
     async def one(task: Task, slots: asyncio.Semaphore) -> FirstPrompt:
-        sampler, problem = _FirstTurn(), ""
+        sampler = _FirstTurn()
+        problem = ""
         async with slots:
             try:
                 await asyncio.wait_for(environment.run(task, sampler), limit_s)

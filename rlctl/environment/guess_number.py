@@ -27,7 +27,9 @@ class GuessNumber:
 
     def reset(self, secret: int) -> None:
         """Begins a game with this number."""
-        self.secret, self.num_guesses, self.has_won = secret, 0, False
+        self.secret = secret
+        self.num_guesses = 0
+        self.has_won = False
 
     def respond(self, text: str) -> str | None:
         """What is said of a guess; None: the game is over."""

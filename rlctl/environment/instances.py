@@ -79,7 +79,9 @@ class Instances:
                 stdout=subprocess.DEVNULL,
                 start_new_session=True,  # Ctrl-C reaches only the trainer, which finishes its step
             )
-        self._channel, self._is_fresh, self._num_sharing = ours, is_fresh, num_sharing
+        self._channel = ours
+        self._is_fresh = is_fresh
+        self._num_sharing = num_sharing
         self._shared: _SharedProcess | None = None  # with seats left
         self._idle: list[_Worker] = []
         self._file = Path(file)
@@ -143,7 +145,8 @@ class Instances:
 
     def _check_file(self) -> None:
         """Ends workers that wait if the file has changed; new ones have the code with which the run began."""
-        if (version := _version_of(self._file)) == self._version:
+        version = _version_of(self._file)
+        if version == self._version:
             return
         self._version = version
         _log.warning("%s changed: this run goes on with the code that it began with", self._file)
@@ -194,7 +197,8 @@ class _Worker:
     """
 
     def __init__(self, channel: socket.socket) -> None:
-        self._channel, self.pid = channel, 0
+        self._channel = channel
+        self.pid = 0
         self._reader: asyncio.StreamReader | None = None
         self._writer: asyncio.StreamWriter | None = None
 
@@ -263,10 +267,13 @@ class Instance:
     """
 
     def __init__(self, worker: _Worker) -> None:
-        self._worker, self.pid = worker, worker.pid
+        self._worker = worker
+        self.pid = worker.pid
         self._meter = TreeMeter()
         self._meter.watch(worker.pid)
-        self.is_alive, self.is_busy, self.own_s = True, False, 0.0
+        self.is_alive = True
+        self.is_busy = False
+        self.own_s = 0.0
 
     async def call(
         self, method: str, arguments: Mapping[str, Any], *, timeout_s: float | None, most: int
@@ -279,7 +286,8 @@ class Instance:
             MachineBusy: it waited for far longer; the instance is gone.
             EnvironmentFault: its process has ended.
         """
-        self.is_busy, started = True, time.monotonic()
+        self.is_busy = True
+        started = time.monotonic()
         try:
             found = await _in_time(self._asked(method, arguments, most), timeout_s, self._meter)
             self.is_busy = False
@@ -314,7 +322,9 @@ async def _in_time(
     if timeout_s is None:
         return await asked
     answer = asyncio.ensure_future(asked)
-    started, waited, left = time.monotonic(), None, timeout_s
+    started = time.monotonic()
+    waited = None
+    left = timeout_s
     try:
         while left > 0:
             await asyncio.wait({answer}, timeout=max(min(left, timeout_s / LOOKS), 0.01))
@@ -339,8 +349,10 @@ class _SharedProcess:
     starting: asyncio.Task[_Worker]
 
     def __init__(self, loop: asyncio.AbstractEventLoop, num_seats: int) -> None:
-        self.loop, self._left = loop, num_seats
-        self._sitting, self._numbers = 0, count()
+        self.loop = loop
+        self._left = num_seats
+        self._sitting = 0
+        self._numbers = count()
         self._calls: dict[int, asyncio.Future[dict[str, Any]]] = {}
         self._worker: _Worker | None = None
         self._reading: asyncio.Task[None] | None = None
@@ -423,10 +435,13 @@ class SharedInstance:
     """One instance in a process that several episodes share; see `Instance`."""
 
     def __init__(self, process: _SharedProcess, episode: int) -> None:
-        self._process, self._episode, self.pid = process, episode, process.pid
+        self._process = process
+        self._episode = episode
+        self.pid = process.pid
         self._meter = TreeMeter()
         self._meter.watch(process.pid)
-        self.is_alive, self.own_s = True, 0.0
+        self.is_alive = True
+        self.own_s = 0.0
 
     async def call(
         self, method: str, arguments: Mapping[str, Any], *, timeout_s: float | None, most: int
@@ -478,14 +493,16 @@ class LocalInstance:
     is_alive, pid = True, 0
 
     def __init__(self, instance: Any) -> None:
-        self._instance, self.own_s = instance, 0.0
+        self._instance = instance
+        self.own_s = 0.0
 
     async def call(
         self, method: str, arguments: Mapping[str, Any], *, timeout_s: float | None, most: int
     ) -> dict[str, Any]:
         """See `Instance.call`; no call hangs."""
         del timeout_s
-        asked, started = {"method": method, "arguments": arguments, "most": most}, time.perf_counter()
+        asked = {"method": method, "arguments": arguments, "most": most}
+        started = time.perf_counter()
         found = answer(self._instance, asked, asyncio.run)
         self.own_s += time.perf_counter() - started
         return found

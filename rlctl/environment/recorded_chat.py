@@ -91,7 +91,10 @@ class RecordedChat:
     def __init__(
         self, renderer: ChatRenderer, sampler: Sampler, task: Task, sampling: Sampling | None = None
     ) -> None:
-        self._renderer, self._sampler, self._task, self._sampling = renderer, sampler, task, sampling
+        self._renderer = renderer
+        self._sampler = sampler
+        self._task = task
+        self._sampling = sampling
         self._said: list[Said] = []
         self._lock = asyncio.Lock()
         self._request = ChatRequest([], [])
@@ -117,7 +120,8 @@ class RecordedChat:
         async with self._lock:
             if is_gone():
                 raise ConnectionError
-            if unread := await self._unread_answer(request):
+            unread = await self._unread_answer(request)
+            if unread:
                 return unread
             self._request = request
             try:
@@ -148,7 +152,8 @@ class RecordedChat:
     def _remembered(self, request: ChatRequest, conversation: Conversation, reply: Reply) -> Said:
         if self._stop:  # the recorded tokens end with it, the client reads what stands before
             reply = replace(reply, content=reply.content.partition(self._stop)[0], is_cut=False)
-        self.reply, self.messages = reply, tuple(conversation.messages)
+        self.reply = reply
+        self.messages = tuple(conversation.messages)
         self.counts["num_tool_calls"] += len(reply.calls)
         self.counts["tool_errors"] += bool(reply.problem)
         self.is_refused = False
@@ -196,7 +201,8 @@ class RecordedChat:
         if not contained:
             return turn
         end, self._stop = min(contained)
-        low, high = 1, len(ids)
+        low = 1
+        high = len(ids)
         while low < high:  # the fewest tokens whose text contains it
             middle = (low + high) // 2
             if self._text(ids[:middle])[end:].startswith(self._stop):
@@ -216,7 +222,8 @@ class RecordedChat:
 
     def _conversation(self, request: ChatRequest) -> Conversation:
         """The conversation that ends with the request's messages; the policy speaks next."""
-        messages, tools = request.messages, request.tools
+        messages = request.messages
+        tools = request.tools
         keys = [_key(message) for message in messages]
         known = [
             said for said in self._said if said.request.tools == tools and said.keys == keys[: len(said.keys)]
@@ -273,7 +280,8 @@ class RecordedChat:
     def _in_use(self, ignored: Mapping[str, Any]) -> dict[str, Any]:
         """The run's values of the fields that a request sets in vain; a line says so, once per field."""
         of_run = dict(_IN_USE)
-        if sampling := self._sampling:
+        sampling = self._sampling
+        if sampling:
             of_run |= {name: getattr(sampling, name) for name in ("temperature", "top_p", "top_k", "min_p")}
             of_run["temperature"] = 0.0 if sampling.greedy else sampling.temperature
         in_use = {name: of_run.get(name) for name in ignored}
@@ -290,7 +298,8 @@ def _first_tokens(turn: Turn, count: int) -> Turn:
     """The first tokens of a turn, which then has no token that ends it."""
     import torch
 
-    places, dropped = torch.arange(count), len(turn.token_ids) - count
+    places = torch.arange(count)
+    dropped = len(turn.token_ids) - count
     return replace(
         turn,
         token_ids=turn.token_ids[:count],

@@ -35,7 +35,8 @@ class Recorder:
 
     def add(self, token_ids: Sequence[int], turn: Turn) -> None:
         """A turn, and the tokens that it read."""
-        given, sampled = list(token_ids), turn.token_ids.tolist()
+        given = list(token_ids)
+        sampled = turn.token_ids.tolist()
         known = [one for one in self._streams if given[: len(one.token_ids)] == one.token_ids]
         stream = max(known, key=lambda one: len(one.token_ids), default=None)
         if stream is None:

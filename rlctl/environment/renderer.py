@@ -99,7 +99,8 @@ class ChatRenderer:
         Raises:
             UsageError: the template refuses it.
         """
-        shown, arguments = [self._safe(message) for message in messages], dict(self._kwargs)
+        shown = [self._safe(message) for message in messages]
+        arguments = dict(self._kwargs)
         if tools and self._reads_tools:
             arguments["tools"] = list(tools)
         elif tools:
@@ -146,7 +147,8 @@ class ChatRenderer:
         if after is not None:
             ids = self.encode(self.tokenizer.decode([after]) + text)
             return ids[1:] if ids[:1] == [after] else self.encode(text)
-        ids, plain = [], {private: special for special, private in self._special.items()}
+        ids = []
+        plain = {private: special for special, private in self._special.items()}
         for part in filter(None, re.split(f"([{chr(_PRIVATE)}-{chr(_PRIVATE + 0xFFFD)}])", text)):
             split = {"split_special_tokens": True} if part in plain else {}
             found = self.tokenizer(plain.get(part, part), add_special_tokens=False, verbose=False, **split)
@@ -171,10 +173,12 @@ class ChatRenderer:
         Returns:
             None if the template does not keep what was read and sampled as it was.
         """
-        start, now = self.text(before, tools), self.text(messages, tools)
+        start = self.text(before, tools)
+        now = self.text(messages, tools)
         if not now.startswith(start):
             return None
-        rest, content = now[len(start) :], self._hidden(reply.content, is_written=True)
+        rest = now[len(start) :]
+        content = self._hidden(reply.content, is_written=True)
         length = len(content) if rest.startswith(content) else _length_in(rest, content)
         if length is None:
             return None

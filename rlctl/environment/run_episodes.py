@@ -76,8 +76,11 @@ class Conductor:
         spec: EnvironmentSpec,
         num_episodes: int,
     ) -> None:
-        self._engine, self._sampling, self._thread = engine, sampling, thread
-        self._spec, self._num_episodes = spec, num_episodes
+        self._engine = engine
+        self._sampling = sampling
+        self._thread = thread
+        self._spec = spec
+        self._num_episodes = num_episodes
         self.failure: Exception | None = None
         self._waiting: list[_Waiting] = []
         self._changed = asyncio.Event()
@@ -116,7 +119,8 @@ class Conductor:
             self._all_wait()  # a turn that was given up changes nothing else
             if not self._waiting:
                 continue
-            batch, self._waiting = sorted(self._waiting, key=lambda one: one.key), []
+            batch = sorted(self._waiting, key=lambda one: one.key)
+            self._waiting = []
             if is_concurrent(self._engine):
                 self._sampling_now.update(asyncio.create_task(self._sample([one])) for one in batch)
             else:
@@ -181,8 +185,12 @@ class EpisodeSampler:
         is_alone: bool = False,
     ) -> None:
         self.is_alone = is_alone
-        self._conductor, self._task, self._member, self._seed = conductor, task, member, step_seed
-        self._spec, self._context_length = spec, context_length
+        self._conductor = conductor
+        self._task = task
+        self._member = member
+        self._seed = step_seed
+        self._spec = spec
+        self._context_length = context_length
         self._max_prompt = context_length - 1 if max_prompt_length is None else max_prompt_length
         self._of_turn = sampling.max_response_length
         self._budget = spec.max_episode_tokens or spec.max_turns * self._of_turn
@@ -251,7 +259,8 @@ class EpisodeSampler:
         try:
             turn, waited = await self._conductor.sample((self._task.group_id, self._member, number), request)
         finally:
-            taken, self._asked = time.perf_counter() - asked, None
+            taken = time.perf_counter() - asked
+            self._asked = None
             self.policy_s += taken
         self.waiting_s += waited
         self.policy_s -= waited
@@ -366,7 +375,8 @@ async def _episode(
         return _overlong(task, member, sampler)
     error = "" if sampler.recorder.num_sampled else "the policy sampled nothing"
     if sampler.is_aborted:
-        outcome, error = replace(outcome, stop_reason="aborted"), ""
+        outcome = replace(outcome, stop_reason="aborted")
+        error = ""
     return _recorded(task, member, sampler, outcome, error)
 
 
@@ -392,7 +402,8 @@ def _checked(outcome: Outcome, sampler: EpisodeSampler) -> Outcome:
         raise EnvironmentFault(f"its response is {type(outcome.response).__name__}, not text")
     if outcome.stop_reason not in STOP_REASONS:
         raise EnvironmentFault(f"stop_reason {outcome.stop_reason!r} is not one of {', '.join(STOP_REASONS)}")
-    rewards, expected = [float(reward) for reward in outcome.turn_rewards], sampler.recorder.num_turns
+    rewards = [float(reward) for reward in outcome.turn_rewards]
+    expected = sampler.recorder.num_turns
     if len(rewards) not in (0, expected):
         raise EnvironmentFault(f"it returned {len(rewards)} rewards of {expected} turns")
     has_reward = outcome.reward is not None or bool(rewards)
@@ -401,7 +412,14 @@ def _checked(outcome: Outcome, sampler: EpisodeSampler) -> Outcome:
     if not all(map(math.isfinite, (reward or 0.0, *rewards, *metrics.values()))):
         raise EnvironmentFault(f"a number is not finite: {outcome.reward}, {rewards}, {metrics}")
     response, messages = encodable([outcome.response, outcome.messages])
-    return Outcome(response, reward, rewards, outcome.stop_reason, tuple(messages), metrics)
+    return Outcome(
+        response=response,
+        reward=reward,
+        turn_rewards=rewards,
+        stop_reason=outcome.stop_reason,
+        messages=tuple(messages),
+        metrics=metrics,
+    )
 
 
 def _recorded(task: Task, member: int, sampler: EpisodeSampler, outcome: Outcome, error: str) -> Episode:

@@ -83,7 +83,8 @@ def _decoded(tokenizer: Any, token_ids: Sequence[Sequence[int]]) -> list[str]:
 
 def _without_ends(turns: Turns) -> list[list[int]]:
     """The tokens of each turn without the token that ended it."""
-    ids, ends = turns.token_ids.tolist(), turns.lengths.cumsum(0).tolist()
+    ids = turns.token_ids.tolist()
+    ends = turns.lengths.cumsum(0).tolist()
     columns = zip([0, *ends], ends, turns.finish_reasons, strict=False)
     return [ids[start : end - (reason == "stop")] for start, end, reason in columns]
 
@@ -94,7 +95,8 @@ def _check_kept(turns: Turns) -> None:
         return
     wrong = turns.kept.without(turns.token_ids).nonzero()
     if len(wrong):
-        responses, place = Segments(turns.lengths), int(wrong[0])
+        responses = Segments(turns.lengths)
+        place = int(wrong[0])
         raise RunFailure(
             f"token {responses.places[place] + 1} of response {responses.index[place] + 1} is not among "
             "the tokens that the rollout engine kept",

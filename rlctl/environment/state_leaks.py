@@ -22,7 +22,8 @@ def state_leak(play: Play, tasks: Sequence[Task]) -> str:
     episode that differs is played in further fresh processes: one that differs there too is random.
     """
     numbered = [replace(task, group_id=place) for place, task in enumerate(tasks)]
-    fresh, reused = play(numbered, True), play([*numbered, *numbered], False)
+    fresh = play(numbered, True)
+    reused = play([*numbered, *numbered], False)
     pairs = [(fresh[place % len(numbered)], later) for place, later in enumerate(reused)]
     differing = [place for place, (alone, later) in enumerate(pairs) if _facts(alone) != _facts(later)]
     for place in differing[:_MOST_TRIED]:
@@ -45,7 +46,8 @@ def _facts(episode: Episode) -> dict[str, Any]:
 
 
 def _difference(alone: Episode, later: Episode) -> str:
-    expected, seen = _facts(alone), _facts(later)
+    expected = _facts(alone)
+    seen = _facts(later)
     for name, value in expected.items():
         if value == seen[name]:
             continue

@@ -95,7 +95,8 @@ def audit_template(
         ends: tokens that end a turn; the first one is sampled.
         kwargs: further arguments of the chat template.
     """
-    audit, renderer = TemplateAudit(), ChatRenderer(tokenizer, kwargs)
+    audit = TemplateAudit()
+    renderer = ChatRenderer(tokenizer, kwargs)
     try:
         _check_texts(audit, renderer, ends)
         for name, (said, role) in _SCENES.items():
@@ -107,7 +108,8 @@ def audit_template(
 
 def _check_texts(audit: TemplateAudit, renderer: ChatRenderer, ends: Sequence[int]) -> None:
     """Checks renderings."""
-    tokenizer, asked = renderer.tokenizer, [{"role": "user", "content": _ASKED}]
+    tokenizer = renderer.tokenizer
+    asked = [{"role": "user", "content": _ASKED}]
     start = renderer.text(asked)
     ids = renderer.encode(start)
     if not tokenizer.chat_template:
@@ -125,10 +127,12 @@ def _check_texts(audit: TemplateAudit, renderer: ChatRenderer, ends: Sequence[in
         audit.add("reply_unseen")
     elif now.startswith(start) and not now[len(start) :].lstrip().startswith(_SAID):
         audit.add("no_generation_prompt", text=now[len(start) :].partition(_SAID)[0])
-    if token := unknown_end(tokenizer, ends):
+    token = unknown_end(tokenizer, ends)
+    if token:
         audit.add("end_of_turn", token=token)
     known = {str(token) for token in tokenizer.added_tokens_decoder.values()}
-    if texts := sorted(set(_MARK.findall(now)) - known):
+    texts = sorted(set(_MARK.findall(now)) - known)
+    if texts:
         audit.add("marks_are_text", texts=", ".join(texts))
 
 
@@ -155,7 +159,8 @@ def unknown_end(tokenizer: Any, ends: Sequence[int]) -> str | None:
 
 def _play(audit: TemplateAudit, renderer: ChatRenderer, end: int, name: str, said: str, role: str) -> None:
     """Plays one scene."""
-    sampler, asked = _Sampler([[*renderer.encode(text), end] for text in (said, "4")]), _ASKED
+    sampler = _Sampler([[*renderer.encode(text), end] for text in (said, "4")])
+    asked = _ASKED
     messages = ({"role": "user", "content": asked},)
     task = Task(renderer.encode(renderer.text(messages)), asked, messages=messages)
 
@@ -168,7 +173,8 @@ def _play(audit: TemplateAudit, renderer: ChatRenderer, end: int, name: str, sai
     asyncio.run(play())
     sequences = sampler.recorder.sequences()
     audit.scenes.append(Scene(name, len(sequences), [*_pieces(renderer.tokenizer, sequences)]))
-    has_thoughts, names = said.startswith(_THOUGHT), {finding.name for finding in audit.findings}
+    has_thoughts = said.startswith(_THOUGHT)
+    names = {finding.name for finding in audit.findings}
     if len(sequences) > 1 and not (has_thoughts and (role == "user" or "splits" in names)):
         audit.add("splits_thoughts" if has_thoughts else "splits", scene=name, count=len(sequences))
     heard = renderer.tokenizer.decode(sampler.read)
@@ -184,7 +190,8 @@ class _Sampler:
     """
 
     def __init__(self, turns: list[list[int]]) -> None:
-        self.recorder, self._turns = Recorder(), turns
+        self.recorder = Recorder()
+        self._turns = turns
         self.read: list[int] = []
 
     async def sample(self, token_ids: Sequence[int], max_tokens: int | None = None) -> Turn:

@@ -145,7 +145,9 @@ class _Index:
     def __init__(self, file: Path, num_results: int) -> None:
         import bm25s
 
-        self._texts, self._num_results, self._bm25s = texts_of(file), num_results, bm25s
+        self._texts = texts_of(file)
+        self._num_results = num_results
+        self._bm25s = bm25s
         self._index = bm25s.BM25()
         self._index.index(self._words(self._texts), show_progress=False)
 
@@ -201,8 +203,10 @@ class ToolServer:
     """
 
     def __init__(self, name: str) -> None:
-        self._target, self._loop = name.removeprefix(MCP), asyncio.new_event_loop()
-        self._ready, self._problem = threading.Event(), ""
+        self._target = name.removeprefix(MCP)
+        self._loop = asyncio.new_event_loop()
+        self._ready = threading.Event()
+        self._problem = ""
 
     def start(self) -> None:
         """Connects.

@@ -96,7 +96,8 @@ def _settings(context: EnvironmentContext) -> ToolSettings:
     Raises:
         UsageError: a name is none of a tool, or the corpus cannot be read.
     """
-    spec, params = context.spec, context.params
+    spec = context.spec
+    params = context.params
     if not spec.tools:
         fix = "environment.tools=[tools.py:search, python]"
         raise UsageError("the environment `tools` has no tools", where=_KEY, fix=fix)
@@ -131,10 +132,8 @@ def _check_python(memory_mb: int) -> None:
 
 
 def _check_corpus(corpus: str) -> None:
-    where, fix = (
-        "environment.params.corpus",
-        "a file of JSON lines or Parquet with the column `text`, or of text",
-    )
+    where = "environment.params.corpus"
+    fix = "a file of JSON lines or Parquet with the column `text`, or of text"
     require("bm25s")
     if not corpus or not Path(corpus).is_file():
         raise UsageError(

@@ -120,7 +120,8 @@ class UserClass:
         else:
             file, _, class_name = name.rpartition(":")
             if not file:  # of an installed package
-                file, class_name = inspect.getfile(kind), kind.__qualname__
+                file = inspect.getfile(kind)
+                class_name = kind.__qualname__
             given = (file, class_name, context.spec.variables)
             sharing = sharing_of(kind, context.spec)
             self._instances = Instances(*given, is_fresh=context.spec.fresh_process, num_sharing=sharing)
@@ -155,7 +156,9 @@ class PlayedEpisode:
         instance: Instance | SharedInstance | LocalInstance,
         sampler: Sampler,
     ) -> None:
-        self._of, self._instance, self._sampler = environment, instance, sampler
+        self._of = environment
+        self._instance = instance
+        self._sampler = sampler
         self._num_calls = self._num_errors = 0
 
     async def run(self, task: Task) -> Outcome:
@@ -165,12 +168,20 @@ class PlayedEpisode:
             raise EnvironmentFault(f"reset raised {started['error']}")
         more = started.get("text") or ""
         self._conversation = Conversation(self._of._renderer, self._sampler, task, self._of.tools, more)
-        stop_reason, reward = await self._spoken(), await self._reward()
+        stop_reason = await self._spoken()
+        reward = await self._reward()
         messages = self._conversation.messages
         last = [message["content"] for message in messages if message["role"] == "assistant"]
         counts = {"num_tool_calls": float(self._num_calls), "tool_errors": float(self._num_errors)}
         counts["seconds/environment"] = self._instance.own_s
-        return Outcome(last[-1] if last else "", reward, (), stop_reason, tuple(messages), counts)
+        return Outcome(
+            response=last[-1] if last else "",
+            reward=reward,
+            turn_rewards=(),
+            stop_reason=stop_reason,
+            messages=tuple(messages),
+            metrics=counts,
+        )
 
     async def _spoken(self) -> str:
         """Speaks in turn until the episode ends; returns its stop reason."""
@@ -186,7 +197,8 @@ class PlayedEpisode:
             if not reply.calls:
                 if reply.is_cut:
                     return "max_tokens"
-                if not (text := await self._response(reply.content)):
+                text = await self._response(reply.content)
+                if not text:
                     return "completed"
                 self._conversation.add("user", text)
                 continue
@@ -210,7 +222,8 @@ class PlayedEpisode:
 
     async def _called(self, method: str, arguments: Mapping[str, Any]) -> dict[str, Any]:
         spec = self._of._spec
-        timeout_s, most = seconds(spec.tool_timeout), spec.max_tool_output
+        timeout_s = seconds(spec.tool_timeout)
+        most = spec.max_tool_output
         try:
             return await self._instance.call(method, arguments, timeout_s=timeout_s, most=most)
         except TimedOut:

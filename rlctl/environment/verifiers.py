@@ -130,21 +130,30 @@ class Taskset:
             fix = "choose a taskset of one agent"
             raise UsageError(f"it has {len(roles)} agents: {', '.join(roles)}", where=where, fix=fix)
         self._renderer = ChatRenderer(context.tokenizer, context.chat_template_kwargs)
-        self._rows, self._read = iter(self._env.taskset), list[Any]()
+        self._rows = iter(self._env.taskset)
+        self._read = list[Any]()
 
     def close(self) -> None:
         """Nothing to end."""
 
     async def run(self, task: Task, sampler: Sampler) -> Outcome:
         """See `Environment.run`; plays the taskset's task with the row's column `idx`."""
-        chat, env = RecordedChat(self._renderer, sampler, task), copy.copy(self._env)
+        chat = RecordedChat(self._renderer, sampler, task)
+        env = copy.copy(self._env)
         async with _Server(chat) as env._interception:
             context = ModelContext(model="policy", client=EvalClientConfig())
             playing = env.run_episode(self._task(task), context)
             episode = await chat.result_of(asyncio.ensure_future(playing))
         response = chat.reply.content if chat.reply else ""
         if chat.limit:
-            return Outcome(response, 0.0, (), chat.limit, chat.messages, chat.counts)
+            return Outcome(
+                response=response,
+                reward=0.0,
+                turn_rewards=(),
+                stop_reason=chat.limit,
+                messages=chat.messages,
+                metrics=chat.counts,
+            )
         [trace] = episode.traces if len(episode.traces) == 1 else [None]
         # A time-out of scoring leaves an episode that is `ok`, with a reward of 0.
         if not episode.ok or trace is None or trace.is_timeout or None in trace.rewards.values():
@@ -152,7 +161,14 @@ class Taskset:
             cause = first_line(Exception(errors[-1].message)) if errors else "it was not scored"
             raise EnvironmentFault(f"verifiers: {cause}")
         stop_reason = "max_turns" if trace.stop_condition == "max_turns" else "completed"
-        return Outcome(response, float(trace.reward), (), stop_reason, chat.messages, chat.counts)
+        return Outcome(
+            response=response,
+            reward=float(trace.reward),
+            turn_rewards=(),
+            stop_reason=stop_reason,
+            messages=chat.messages,
+            metrics=chat.counts,
+        )
 
     def _task(self, task: Task) -> Any:
         index = task.extra_info.get("idx")

@@ -118,7 +118,8 @@ class _Worker:
     """
 
     def __init__(self, kind: Any, told: int) -> None:
-        self._kind, self._told = kind, told
+        self._kind = kind
+        self._told = told
         self._modules = set(sys.modules)
         self._loop = asyncio.new_event_loop()  # one for all episodes: clients of a module stay usable
         self._clock = _OwnTime()
@@ -231,7 +232,8 @@ async def _serve_several(channel: socket.socket, kind: Any) -> None:
     running: dict[int, set[asyncio.Task[None]]] = {}
 
     async def call(asked: dict[str, Any]) -> None:
-        started, episode = time.perf_counter(), asked["episode"]
+        started = time.perf_counter()
+        episode = asked["episode"]
         try:
             if episode not in instances:
                 instances[episode] = kind() if inspect.isclass(kind) else kind

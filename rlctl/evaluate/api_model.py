@@ -120,7 +120,8 @@ class ApiModel:
             "top_p": sampling.top_p,
             "seed": derived_seed(self._request.seed, question, sample) % (1 << 31),
         }
-        if extra := self.about_sampling.get("chat_template_kwargs"):
+        extra = self.about_sampling.get("chat_template_kwargs")
+        if extra:
             body["chat_template_kwargs"] = extra  # of vLLM and SGLang
         where = place_of(self.rows[question])
         while True:

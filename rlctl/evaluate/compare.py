@@ -234,7 +234,15 @@ def _figure(name: str, values: Sequence[tuple[_Values, _Values]], bounds: Range 
     a, b = (estimate([pair[side] for pair in pairs], bounds=bounds) for side in (0, 1))
     if difference is None or a is None or b is None:
         return None
-    return Figure(name, a.value, b.value, difference, bounds == SHARE, a.stderr, b.stderr)
+    return Figure(
+        name=name,
+        a=a.value,
+        b=b.value,
+        difference=difference,
+        is_share=bounds == SHARE,
+        a_stderr=a.stderr,
+        b_stderr=b.stderr,
+    )
 
 
 def _conclusion(figure: Figure) -> str:
@@ -262,7 +270,8 @@ def _conclusion(figure: Figure) -> str:
 
 
 def _warnings(a: _Side, b: _Side) -> Iterator[str]:
-    of_a, of_b = a.about, b.about
+    of_a = a.about
+    of_b = b.about
     for name in sorted(of_a["sampling"].keys() | of_b["sampling"].keys()):
         in_a = of_a["sampling"].get(name)
         in_b = of_b["sampling"].get(name)
@@ -284,10 +293,12 @@ def _warnings(a: _Side, b: _Side) -> Iterator[str]:
             yield f"graded by other versions: {name} is {in_a} in A and {in_b} in B; use `--regrade` for both"
     shared = a.questions.keys() & b.questions.keys()
     truths = [[side.questions[key].samples[0].ground_truth for key in shared] for side in (a, b)]
-    if changed := sum(in_a != in_b for in_a, in_b in zip(*truths, strict=True)):
+    changed = sum(in_a != in_b for in_a, in_b in zip(*truths, strict=True))
+    if changed:
         yield f"{changed:,} shared questions have another ground truth in B: evaluate both with the same data"
     for name, side in (("A", a), ("B", b)):
-        if ungraded := side.ungraded(side.questions):
+        ungraded = side.ungraded(side.questions)
+        if ungraded:
             excluded = "they are excluded, and the scores may be unreliable"
             yield (
                 f"{ungraded} responses of {name} could not be graded, more than "

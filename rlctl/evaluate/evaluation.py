@@ -205,7 +205,14 @@ class Grades:
         bounds = score_range(reward, self.samples)
         scores = summarise(self.samples, ks, about["sampling"]["n"], reward.max_error_fraction, bounds)
         others |= {"timeouts": self.timeouts, "score_range": bounds}
-        return Evaluation(about, reward, scores, self.errors, seconds, **others)
+        return Evaluation(
+            about=about,
+            reward=reward,
+            scores=scores,
+            grader_errors=self.errors,
+            seconds=seconds,
+            **others,
+        )
 
 
 def grade(reward: Reward, samples: Sequence[EvalSample], progress: Callable[[int, int], None]) -> Grades:

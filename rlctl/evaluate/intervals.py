@@ -72,11 +72,29 @@ def estimate(
         share = min(1.0, max(0.0, (mean - lowest) / width))
         ends = (_wilson(share, deviations / width**2, count, quantile, end) for end in SHARE)
         low, high = (lowest + width * end for end in ends)
-        return IntervalFigure(mean, low, high, count, stderr)
+        return IntervalFigure(
+            value=mean,
+            low=low,
+            high=high,
+            num_questions=count,
+            stderr=stderr,
+        )
     if is_alike:
-        return IntervalFigure(mean, None, None, count, stderr)
+        return IntervalFigure(
+            value=mean,
+            low=None,
+            high=None,
+            num_questions=count,
+            stderr=stderr,
+        )
     reach = quantile * stderr
-    return IntervalFigure(mean, max(least, mean - reach), min(most, mean + reach), count, stderr)
+    return IntervalFigure(
+        value=mean,
+        low=max(least, mean - reach),
+        high=min(most, mean + reach),
+        num_questions=count,
+        stderr=stderr,
+    )
 
 
 @dataclass(frozen=True, slots=True)
@@ -97,7 +115,8 @@ def paired(differences: Sequence[float], *, most: float = math.inf) -> Differenc
         return Difference(estimated.value, None, None, estimated.num_questions)
     from scipy.stats import t
 
-    count, error = estimated.num_questions, estimated.stderr
+    count = estimated.num_questions
+    error = estimated.stderr
     p_value = 2.0 * float(t.sf(abs(estimated.value) / error, count - 1)) if error else None
     return Difference(**asdict(estimated), p_value=p_value, deviation=error * math.sqrt(count))
 

@@ -88,7 +88,8 @@ class LocalModel:
         options = {"engine_kwargs": rollout.engine_kwargs, "engine_params": rollout.engine_params}
         options["chat_template_kwargs"] = dict(plan.chat_template_kwargs)
         self.about_sampling |= {name: value for name, value in options.items() if value}
-        if version := engine_version(plan.engine):
+        version = engine_version(plan.engine)
+        if version:
             self.about_sampling["engine_sha256"] = version
         environment = self._spec.environment
         if environment.is_multi_turn:  # episodes depend on its code, and on further columns of the row

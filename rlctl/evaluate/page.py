@@ -71,9 +71,11 @@ def score_notes(document: Mapping[str, Any]) -> Iterator[str]:
     n = document["sampling"]["n"]
     if any(score["data_source"] == DATA_SOURCE for score in scores):
         yield WRITTEN
-    if num_overlong := document["data"]["num_overlong_prompts"]:
+    num_overlong = document["data"]["num_overlong_prompts"]
+    if num_overlong:
         yield f"{num_overlong} questions were excluded: their prompts are too long"
-    if num_aborted := document["data"].get("num_aborted_responses"):
+    num_aborted = document["data"].get("num_aborted_responses")
+    if num_aborted:
         were = "response was" if num_aborted == 1 else "responses were"
         yield (
             f"{num_aborted:,} {were} ended by the engine before the policy or the length limit, and "
@@ -91,12 +93,14 @@ def score_notes(document: Mapping[str, Any]) -> Iterator[str]:
             "the range of the reward is not known: its intervals are Student's, which miss rare other "
             "rewards, and there is none where all questions have the same; declare reward.score_range: [0, 1]"
         )
-    if timeouts := document["timeouts"]:
+    timeouts = document["timeouts"]
+    if timeouts:
         kinds = ", ".join(f"{kind}: {count:,}" for kind, count in sorted(timeouts.items()))
         count = sum(timeouts.values())
         made = "1 response made its" if count == 1 else f"{count:,} responses made their"
         yield f"{made} grading fail ({kinds}), scored as wrong"
-    if (num_short := scores[-1]["num_short"]) and not open_ones:
+    num_short = scores[-1]["num_short"]
+    if num_short and not open_ones:
         yield (
             f"{num_short:,} questions have fewer than {n} graded samples: avg and maj use the graded ones, "
             "pass@k only questions with k or more"
@@ -105,7 +109,8 @@ def score_notes(document: Mapping[str, Any]) -> Iterator[str]:
         first = document["grader_errors"][0].strip().splitlines()[-1]
         excluded = "" if open_ones else "samples the grader failed on are excluded, not scored 0; "
         yield f"{excluded}the grader's first failure: {first}"
-    if changed := document.get("regraded"):
+    changed = document.get("regraded")
+    if changed:
         yield (
             f"grades changed: {changed['num_changed']:,}; of these {changed['now_right']:,} are right now, "
             f"{changed['now_wrong']:,} wrong, {changed['now_failed']:,} fail, "
@@ -184,7 +189,8 @@ def chosen(samples: Sequence[EvalSample], max_text: int) -> list[EvalSample]:
     places = list(range(len(samples)))
     random.Random(0).shuffle(places)
     places.sort(key=lambda place: _outcome(samples[place]) == "right" and not samples[place].truncated)
-    text_left, kept = max_text, set()
+    text_left = max_text
+    kept = set()
     for place in places:
         text_left -= _size(samples[place])
         if text_left < 0:

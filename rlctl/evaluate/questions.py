@@ -57,7 +57,8 @@ def load_questions(
     """
     questions = Questions([], [])
     for name in names:
-        if benchmark := benchmark_named(name):
+        benchmark = benchmark_named(name)
+        if benchmark:
             _add_benchmark(questions, benchmark, benchmarks_dir)
         elif columns == AUTO and hub_name(name) is None and _is_prepared(name):
             questions.rows.extend(load_rows([name], continue_final_message=continue_final_message))
@@ -77,7 +78,8 @@ def _add_benchmark(questions: Questions, benchmark: Benchmark, directory: Path |
     source = Source(path, benchmark.dataset)
     first = next(read_records(source)).values or {}
     fix = benchmark.download_command("DIR")
-    if missing := [name for name in benchmark.columns if name not in first]:
+    missing = [name for name in benchmark.columns if name not in first]
+    if missing:
         message = f"no column {', '.join(missing)} (it has {', '.join(first)})"
         raise UsageError(f"not the file of {benchmark.name}: {message}", where=str(path), fix=fix)
     rows = _rows(source, benchmark.to_recipe())

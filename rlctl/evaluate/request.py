@@ -183,7 +183,16 @@ def check_request(request: EvaluateRequest) -> Plan:
     engine = str(request.engine) if behind_api else chosen_engine(target.spec, request.engine, "--engine")
     of_run = {} if target.spec is None else target.spec.data.chat_template_kwargs
     variables = {**of_run, **(request.chat_template_kwargs or {})}
-    return Plan(request, ks, target, engine, reward, environment, questions, variables)
+    return Plan(
+        request=request,
+        ks=ks,
+        target=target,
+        engine=engine,
+        reward=reward,
+        environment=environment,
+        questions=questions,
+        chat_template_kwargs=variables,
+    )
 
 
 def find_target(
@@ -229,11 +238,11 @@ def _run_target(run_dir: Path, data_files: list[str], step: int | str | None) ->
         message = "the run has no validation files (data.val_files)"
         raise UsageError(message, where=str(run_dir), fix="add --data FILE")
     return Target(
-        str(checkpoint.model_dir),
-        data_files,
-        run_dir,
-        checkpoint.state.step,
-        spec,
+        model_path=str(checkpoint.model_dir),
+        data_files=data_files,
+        run_dir=run_dir,
+        step=checkpoint.state.step,
+        spec=spec,
         checksums=model_checksums(checkpoint),
         notes=tuple(notes),
     )

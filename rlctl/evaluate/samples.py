@@ -107,7 +107,8 @@ def read_samples(path: Path) -> list[EvalSample]:
     """
     try:
         table = pq.read_table(path)
-        if missing := [name for name in SCHEMA.names if name not in table.column_names]:
+        missing = [name for name in SCHEMA.names if name not in table.column_names]
+        if missing:
             raise UsageError(
                 f"not an evaluation's samples: {', '.join(missing)} missing",
                 where=str(path),

@@ -55,7 +55,8 @@ def causes(examination: Examination) -> list[Cause]:
         else:
             describe = _prompt if taken.factor == "prompt" else _shift
             cause = describe(examination, taken.after)
-            before, after = examination.scorer.gap(taken.before), examination.scorer.gap(taken.after)
+            before = examination.scorer.gap(taken.before)
+            after = examination.scorer.gap(taken.after)
             everything.append(replace(cause, before=before, after=after))
     everything += _dtype(examination)
     scale = examination.start.abs_mean or 1.0
@@ -74,7 +75,8 @@ def _shift(found: Examination, after: ScoringVariant) -> Cause:
 
 
 def _prompt(found: Examination, after: ScoringVariant) -> Cause:
-    sides, prompts = found.sides, found.scorer.prompts
+    sides = found.sides
+    prompts = found.scorer.prompts
     value = after.prompt
     where = first_difference(prompts[OWN], prompts[value], sides.tokenizer)
     hidden = "" if value == ENGINE else ", although it was given others"
@@ -94,22 +96,40 @@ def _prompt(found: Examination, after: ScoringVariant) -> Cause:
 
 def _sampling(examination: Examination, taken: Taken) -> Iterator[Cause]:
     """The causes from `sampling`: log-prob mode; or temperature, truncation or both, with their gaps."""
-    gap, asked, reported = examination.scorer.gap, examination.sides.asked, taken.after.sampling
-    before, after = gap(taken.before), gap(taken.after)
+    gap = examination.scorer.gap
+    asked = examination.sides.asked
+    reported = taken.after.sampling
+    before = gap(taken.before)
+    after = gap(taken.after)
     if reported == SamplingSettings(1.0):  # another one was requested
         spec = " ".join(("rollout.temperature=1", *_spec(asked.cut)))
         message = f"the log-probs reported are those of {reported} (the raw ones), {asked} was requested"
-        yield Cause("log-prob mode", message, _PROCESSED, (spec,), before, after)
+        yield Cause(
+            name="log-prob mode",
+            what=message,
+            fix=_PROCESSED,
+            spec=(spec,),
+            before=before,
+            after=after,
+        )
         return
     trained = taken.before.sampling.cut
     middle = gap(taken.before.changed("sampling", SamplingSettings(reported.temperature, trained)))
     value = f"{reported.temperature:.3g}"
     if reported.temperature != asked.temperature:
         message = f"the engine samples at temperature {value}, {asked.temperature:.3g} was requested"
-        yield Cause("temperature", message, _EXPLICIT, (f"rollout.temperature={value}",), before, middle)
+        yield Cause(
+            name="temperature",
+            what=message,
+            fix=_EXPLICIT,
+            spec=(f"rollout.temperature={value}",),
+            before=before,
+            after=middle,
+        )
     if reported.cut == trained:
         return
-    message, fix = f"the engine samples with {reported.cut}, {asked.cut} was requested", _EXPLICIT
+    message = f"the engine samples with {reported.cut}, {asked.cut} was requested"
+    fix = _EXPLICIT
     if reported.cut.is_like(asked.cut):
         message = (
             f"the engine samples with {asked.cut}, as requested; the trainer scores the whole distribution"
@@ -118,7 +138,14 @@ def _sampling(examination: Examination, taken: Taken) -> Iterator[Cause]:
             "sample without truncation, or set rollout.exact_sampling: "
             "the removed probability mass biases every ratio"
         )
-    yield Cause("truncation", message, fix, _spec(reported.cut), middle, after)
+    yield Cause(
+        name="truncation",
+        what=message,
+        fix=fix,
+        spec=_spec(reported.cut),
+        before=middle,
+        after=after,
+    )
 
 
 def _spec(cut: Cut) -> tuple[str, ...]:
@@ -129,16 +156,25 @@ def _dtype(examination: Examination) -> Iterator[Cause]:
     """The engine's precision, if the same engine in the trainer's closes the gap."""
     if examination.same_precision is None:
         return
-    theirs, own = examination.sides.dtype, _DTYPES[str(examination.scorer.model.dtype)]
+    theirs = examination.sides.dtype
+    own = _DTYPES[str(examination.scorer.model.dtype)]
     message = f"the engine computes in {theirs}, the trainer in {own}"
     spec = [f"rollout.dtype={own}", *([f"engine.dtype={theirs}"] if theirs in _DTYPES.values() else [])]
     fix = "use one precision on both sides"
-    yield Cause("dtype", message, fix, tuple(spec), examination.left, examination.same_precision)
+    yield Cause(
+        name="dtype",
+        what=message,
+        fix=fix,
+        spec=tuple(spec),
+        before=examination.left,
+        after=examination.same_precision,
+    )
 
 
 def open_questions(found: Examination) -> list[str]:
     """Questions that these comparisons cannot answer, and what would answer them."""
-    sides, notes = found.sides, []
+    sides = found.sides
+    notes = []
     if sides.asked == SamplingSettings(1.0):
         notes.append(
             "whether log-probs are raw or processed: at temperature 1 without truncation they are the same; "

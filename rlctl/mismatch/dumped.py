@@ -78,12 +78,12 @@ def dumped_steps(record: RunRecord) -> Iterator[DumpedStep]:
         ids = torch.tensor([token for row in rows for token in row["token_ids"]])
         lengths = torch.tensor([len(own) for own in sampled])
         yield DumpedStep(
-            step,
-            ModelInputs(ids, torch.from_numpy(mask), lengths, kept),
-            Segments(torch.tensor([int(own.sum()) for own in sampled])),
-            column("versions", np.int64),
-            column("rollout_log_probs", np.float32),
-            column("training_log_probs", np.float32),
+            step=step,
+            inputs=ModelInputs(ids, torch.from_numpy(mask), lengths, kept),
+            unit=Segments(torch.tensor([int(own.sum()) for own in sampled])),
+            versions=column("versions", np.int64),
+            rollout=column("rollout_log_probs", np.float32),
+            trained=column("training_log_probs", np.float32),
         )
 
 
@@ -98,7 +98,9 @@ class Kept:
 
 def kept_weights(record: RunRecord) -> tuple[list[Kept], list[str]]:
     """The initial policy and the intact checkpoints by version, then the base of LoRA; notes on others."""
-    spec, notes, weights = record.spec, [], {}
+    spec = record.spec
+    notes = []
+    weights = {}
     for path in record.checkpoints:
         problem, checkpoint = verify(path)
         if checkpoint is None:

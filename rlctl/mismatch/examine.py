@@ -56,7 +56,8 @@ class Sides:
     @property
     def asked(self) -> SamplingSettings:
         """The requested settings; only the first of several truncations."""
-        sampling, cut = self.sampling, Cut()
+        sampling = self.sampling
+        cut = Cut()
         if sampling.top_p < 1.0:
             cut = Cut("top_p", sampling.top_p)
         elif sampling.top_k > 0:
@@ -96,13 +97,23 @@ def examine(sides: Sides) -> Examination:
     trial = _Sampler(sides)
     scorer = trial.sampled(sides.engine)
     explanation = Search(scorer, sides.asked, sides.exact_sampling).explain()
-    variant, precise = explanation.variant, None
+    variant = explanation.variant
+    precise = None
     if not scorer.gap(variant).agrees and sides.same_precision is not None:
         other = trial.sampled(sides.same_precision()).gap(variant)
         precise = other if other.abs_mean <= _CLOSED * scorer.gap(variant).abs_mean else None
-    start, parts = scorer.gap(explanation.start), scorer.parts(explanation.start)
+    start = scorer.gap(explanation.start)
+    parts = scorer.parts(explanation.start)
     apart = scorer.total_variation(explanation.start)
-    return Examination(sides, scorer, explanation, start, parts, precise, apart)
+    return Examination(
+        sides=sides,
+        scorer=scorer,
+        explanation=explanation,
+        start=start,
+        parts=parts,
+        same_precision=precise,
+        total_variation=apart,
+    )
 
 
 class _Sampler:
@@ -123,7 +134,8 @@ class _Sampler:
 
     def sampled(self, engine: ResponseSampler) -> VariantScorer:
         """Samples with the engine and returns a scorer of the sample."""
-        sides, seed = self.sides, step_seed(self.sides.seed, 0, "mismatch")
+        sides = self.sides
+        seed = step_seed(self.sides.seed, 0, "mismatch")
         tasks = [Task(ids, "", group) for group, ids in enumerate(self._given)]
         episodes = sample_episodes(engine, tasks, sides.n, sides.sampling, seed, sides.tokenizer)
         batch = episodes.tokens.to(next(sides.model.parameters()).device)

@@ -130,7 +130,8 @@ def run_preflight(request: MismatchRequest) -> MismatchReport:
     rollout = trainer.spec.rollout
     is_runs = request.engine in {None, rollout.name}
     dtype = request.engine_dtype or (rollout.dtype if is_runs else None) or trainer.dtype
-    engine_model, engine_tokenizer = model, None
+    engine_model = model
+    engine_tokenizer = None
     if request.engine_model:
         engine_model, engine_tokenizer = trainer.load(request.engine_model)
         renderer = Renderer(engine_tokenizer, template_kwargs)
@@ -211,7 +212,13 @@ def _of_run(run_dir: Path, request: MismatchRequest) -> _Trainer:
     )
     own = local_files(spec.data.val_files, split="test") or local_files(spec.data.train_files, split="train")
     own = [str(embedded_task(spec).val_file)] if spec.is_embedded else own
-    return _Trainer(str(newest.model_dir), spec, spec.engine.dtype, request.data_files or own, tuple(notes))
+    return _Trainer(
+        model_path=str(newest.model_dir),
+        spec=spec,
+        dtype=spec.engine.dtype,
+        data_files=request.data_files or own,
+        notes=tuple(notes),
+    )
 
 
 def _sampling(request: MismatchRequest, spec: RunSpec) -> Sampling:

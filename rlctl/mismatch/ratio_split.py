@@ -77,7 +77,8 @@ def split(columns: Mapping[str, Tensor], log_ratio: Tensor, sequence: Tensor) ->
     def by_sequence(values: Tensor) -> Tensor:
         return torch.zeros(count, dtype=torch.float64).index_add_(0, sequence, values)
 
-    parts, squares = [], by_sequence(ratio.square())
+    parts = []
+    squares = by_sequence(ratio.square())
     for name, column in columns.items():
         values = column[inside].double()
         share = float((values * ratio).sum()) / total
@@ -98,8 +99,10 @@ def split_of_run(
     for number, dumped in enumerate(steps):
         own, mass, cache = (torch.full_like(dumped.rollout, value) for value in (math.nan, 0.0, 0.0))
         for version in set(dumped.versions.tolist()) & places.keys():
-            inside, of_version = dumped.versions == version, scores[places[version]][number]
-            own[inside], mass[inside] = of_version.log_probs[inside], of_version.log_mass[inside]
+            inside = dumped.versions == version
+            of_version = scores[places[version]][number]
+            own[inside] = of_version.log_probs[inside]
+            mass[inside] = of_version.log_mass[inside]
         splits.append({"own": own, "mass": mass, "cache": cache})
     mixed = [number for number, dumped in enumerate(steps) if len(set(dumped.versions.tolist())) > 1]
     scorers = {}
@@ -107,7 +110,8 @@ def split_of_run(
         scorers[version] = WeightsScorer(spec, weights[places[version]].path)
     for number in mixed:
         stale = stale_cache_log_probs(steps[number], scorers)
-        fresh, engine = splits[number]["own"], steps[number].rollout + splits[number]["mass"]
+        fresh = splits[number]["own"]
+        engine = steps[number].rollout + splits[number]["mass"]
         if (stale - engine).abs().nansum() < (fresh - engine).abs().nansum():  # else it was recomputed
             splits[number]["cache"] = fresh - stale
     joined = {name: torch.cat([one[name] for one in splits]) for name in ("own", "mass", "cache")}
@@ -128,7 +132,8 @@ def stale_cache_log_probs(dumped: DumpedStep, scorers: Mapping[int, WeightsScore
     A token's keys and values are computed with the weights that sample the next sampled token. NaN where one
     of these weights was not kept.
     """
-    inputs, lengths = dumped.inputs, dumped.inputs.lengths.tolist()
+    inputs = dumped.inputs
+    lengths = dumped.inputs.lengths.tolist()
     tokens, scored = (torch.split(x, lengths) for x in (inputs.token_ids, inputs.scored))
     versions = torch.split(dumped.versions, dumped.unit.lengths.tolist())
     rows = zip(tokens, scored, versions, strict=True)
@@ -143,13 +148,15 @@ def _of_sequence(
     following = scored.long().cumsum(0)[:-1]  # number of the next sampled token
     of_position = versions[following.clamp(max=len(versions) - 1)]
     cache: Any = None
-    rows, start = [], 0
+    rows = []
+    start = 0
     for version, same in groupby(of_position.tolist()):
         length = len(list(same))
         scorer = scorers[version]
         part = ids[start : start + length].to(scorer.model.device)[None]
         output = scorer.model(part, past_key_values=cache, use_cache=True)
-        cache, start = output.past_key_values, start + length
+        cache = output.past_key_values
+        start += length
         rows.append(scorer.scaled(output.logits[0]).log_softmax(-1).cpu())
     log_probs = torch.cat(rows).gather(1, ids[1:, None]).squeeze(1)
     return log_probs[scored[1:]]

@@ -107,13 +107,16 @@ def sampler_report(path: Path) -> SamplerReport:
         UsageError: there are none, a column is missing, or the log-probs were not computed before updates.
     """
     source = _source(path)
-    wealth, largest, alarm = Wealth(), 0.0, None
+    wealth = Wealth()
+    largest = 0.0
+    alarm = None
     together: dict[str, float] = {}
     grouped: dict[tuple[str, str], dict[str, float]] = {}
     steps = 0
     for tokens in tokens_of(source.files, source.first_groups):
         sums = _sums(tokens.log_ratio)
-        wealth, steps = wealth.after(with_unscored(sums, tokens.num_unscored)), steps + 1
+        wealth = wealth.after(with_unscored(sums, tokens.num_unscored))
+        steps += 1
         largest = max(largest, wealth.log_value)
         if alarm is None and wealth.log_value > math.log(ALARM):
             alarm = tokens.step
@@ -162,7 +165,8 @@ def _source(path: Path) -> _Source:
 
 def _no_guarantee(record: RunRecord) -> str:
     """Why an alarm from a run's dump has no guarantee; empty: it has one."""
-    if why := guarantee_ends(record.spec):
+    why = guarantee_ends(record.spec)
+    if why:
         return why
     try:
         rows = record.rows()
@@ -179,8 +183,10 @@ def _no_guarantee(record: RunRecord) -> str:
 
 def _not_covered(record: RunRecord, first_groups: float) -> list[str]:
     """What of a run's batches the test of its dump does not read."""
-    spec, notes = record.spec, []
-    limit, groups = spec.trainer.rollouts_per_step, spec.data.train_batch_size
+    spec = record.spec
+    notes = []
+    limit = spec.trainer.rollouts_per_step
+    groups = spec.data.train_batch_size
     kept = groups if limit < 0 else min(max(limit // spec.rollout.n, 1), groups)
     if kept < groups:
         what = f"the dump holds the first {kept} of {groups} groups of each step"
@@ -190,7 +196,8 @@ def _not_covered(record: RunRecord, first_groups: float) -> list[str]:
         what = f"of {kept} groups the first {first_groups:g} were scored before an update on their batch"
         notes.append(f"{what}, and only these are read")
     steps = record.rollout_steps()
-    if missing := sorted(set(range(1, max(steps) + 1)) - set(steps)):
+    missing = sorted(set(range(1, max(steps) + 1)) - set(steps))
+    if missing:
         notes.append(f"the dump has no responses of {steps_in_words(missing)}")
     return notes
 
@@ -214,7 +221,13 @@ def _groups_before_updates(spec: RunSpec) -> float:
 
 def _line(kind: str, name: str, sums: dict[str, float]) -> GroupLine:
     found = unit_mean(sums)
-    return GroupLine(kind, name, num_scored(sums), 1.0 + found.gap, found.z)
+    return GroupLine(
+        kind=kind,
+        name=name,
+        num_tokens=num_scored(sums),
+        mean=1.0 + found.gap,
+        z=found.z,
+    )
 
 
 def _sums(log_ratio: np.ndarray[Any, Any]) -> dict[str, float]:
@@ -228,7 +241,8 @@ def _add(total: dict[str, float], sums: dict[str, float]) -> None:
 
 def _most_at(lines: Sequence[GroupLine]) -> str:
     """What stands out: of the distinction whose lines differ most in z, the line with the highest."""
-    best, widest = "", _APART_Z
+    best = ""
+    widest = _APART_Z
     for kind in sorted({line.kind for line in lines}):
         of_kind = [line for line in lines if line.kind == kind and line.z is not None]
         scores = [line.z or 0.0 for line in of_kind]

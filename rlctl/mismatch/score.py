@@ -53,8 +53,10 @@ class Gap:
 
 def measure(trainer: Tensor, engine: Tensor, unit: Segments) -> Gap:
     """The gap between two float32 log-probs (M,) of the same tokens; `unit` are the responses."""
-    both, units = (trainer, engine), Units.of_responses(unit.lengths)
-    of_tokens, of_sequences = correct(*both, units, _TOKENS), correct(*both, units, _SEQUENCES)
+    both = (trainer, engine)
+    units = Units.of_responses(unit.lengths)
+    of_tokens = correct(*both, units, _TOKENS)
+    of_sequences = correct(*both, units, _SEQUENCES)
     by_token = correction_metrics(to_host(of_tokens.sums), _TOKENS)
     by_sequence = correction_metrics(to_host(of_sequences.sums), _SEQUENCES)
     log_ratio = (trainer - engine)[of_tokens.keep].double()
@@ -89,9 +91,11 @@ class GapPart:
 
 def parts_of(trainer: Tensor, engine: Tensor, unit: Segments) -> tuple[GapPart, ...]:
     """The gap by position and by probability, without empty parts; arguments as of `measure`."""
-    counted, gap_parts = (trainer - engine).isfinite(), []
+    counted = (trainer - engine).isfinite()
+    gap_parts = []
     log_ratio = (trainer - engine)[counted].double().clamp(-LOG_RATIO_CLAMP, LOG_RATIO_CLAMP)
-    position, probability = 1.0 + unit.places[counted], engine[counted].double().exp()
+    position = 1.0 + unit.places[counted]
+    probability = engine[counted].double().exp()
     total = float(log_ratio.square().sum()) or 1.0
     for by, values, limits in (
         ("position", position, (1.0, 5.0, 9.0, 17.0, math.inf)),
@@ -201,7 +205,8 @@ class VariantScorer:
 
     def _scored(self, variant: ScoringVariant, wanted: Tensor) -> Tensor:
         """Log-probs of these tokens: with the code that training uses, or from full logits if truncated."""
-        inputs, sampling = self._inputs(variant, wanted), variant.sampling
+        inputs = self._inputs(variant, wanted)
+        sampling = variant.sampling
         if sampling.cut.kind == "none":
             self._policy.head.temperature = sampling.temperature
             log_probs: Tensor = self._policy(inputs)[0]
@@ -211,9 +216,11 @@ class VariantScorer:
 
     def _inputs(self, variant: ScoringVariant, wanted: Tensor) -> ModelInputs:
         """Prompts and responses, of which the `wanted` tokens (M,) bool are scored."""
-        sizes, device = self.sample.unit.lengths.tolist(), wanted.device
+        sizes = self.sample.unit.lengths.tolist()
+        device = wanted.device
         prompts = [torch.tensor(ids, device=device) for ids in self.prompts[variant.prompt]]
-        responses, chosen = torch.split(self.sample.tokens, sizes), torch.split(wanted, sizes)
+        responses = torch.split(self.sample.tokens, sizes)
+        chosen = torch.split(wanted, sizes)
         ids = [part for pair in zip(prompts, responses, strict=True) for part in pair]
         unscored = [torch.zeros_like(prompt, dtype=torch.bool) for prompt in prompts]
         scored = [part for pair in zip(unscored, chosen, strict=True) for part in pair]

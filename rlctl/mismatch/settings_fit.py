@@ -107,7 +107,8 @@ def _best(loss: Callable[[float], float], asked: float) -> float:
     grid = sorted({*np.geomspace(0.2, 5.0, 15).tolist(), 1.0, asked, 1.0 / asked, asked * asked})
     losses = [loss(value) for value in grid]
     index = int(np.argmin(losses))
-    low, high = grid[max(index - 1, 0)], grid[min(index + 1, len(grid) - 1)]
+    low = grid[max(index - 1, 0)]
+    high = grid[min(index + 1, len(grid) - 1)]
     found = minimize_scalar(loss, bounds=(low, high), method="bounded", options={"xatol": 1e-5})
     return float(found.x) if found.fun < losses[index] else grid[index]
 

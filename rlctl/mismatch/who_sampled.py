@@ -76,7 +76,8 @@ def who_sampled(path: Path, *, trust: bool = False) -> WhoSampled:
     """
     record = RunRecord(path)
     require_permission_of_run(path, sections={"model"}, trust=trust)
-    spec, steps = record.spec, list(dumped_steps(record))
+    spec = record.spec
+    steps = list(dumped_steps(record))
     weights, notes = kept_weights(record)
     if len(weights) < 2:
         raise UsageError(
@@ -111,7 +112,8 @@ class SampledTokens:
     def of(cls, dumped: DumpedStep, scores: Tensor, version: int) -> SampledTokens:
         """The tokens of this version; `scores` (C, M) are their log-probs under each of the weights."""
         inside = (dumped.versions == version) & dumped.rollout.isfinite()
-        found, engine = scores[:, inside].double(), dumped.rollout[inside].double()
+        found = scores[:, inside].double()
+        engine = dumped.rollout[inside].double()
         count = len(set(dumped.unit.index[inside].tolist()))
         gaps = (found - engine).abs().mean(1)
         return cls(dumped.step, version, count, gaps.numpy())
@@ -134,7 +136,8 @@ def judged(groups: Sequence[SampledTokens], weights: Sequence[Kept]) -> WhoSampl
         above = [v for v in places if v > version]
         if not below or not above:
             return None
-        low, high = max(below), min(above)
+        low = max(below)
+        high = min(above)
         share = (version - low) / (high - low)
         if _CLOSE < share < 1 - _CLOSE:
             return None
@@ -157,12 +160,11 @@ def judged(groups: Sequence[SampledTokens], weights: Sequence[Kept]) -> WhoSampl
         refuted = sum(b is False and a is not False for a, b in zip(fitting, recorded, strict=True))
         is_sure = fitting.count(True) >= _NAMED * (fitting.count(True) + fitting.count(False))
         if is_sure and refuted >= _REFUTED * len(decided) > 0 and new > most:
-            best, most = cause, new
-    fault, message, fix = (
-        None,
-        "the kept weights are too similar, or too few, to tell which of them sampled",
-        None,
-    )
+            best = cause
+            most = new
+    fault = None
+    message = "the kept weights are too similar, or too few, to tell which of them sampled"
+    fix = None
     if best is not None:
         fault, message, fix = _named(
             *best, f"{most} of {len(telling)} steps", weights[places.get(best[1], 0)].name
@@ -172,8 +174,16 @@ def judged(groups: Sequence[SampledTokens], weights: Sequence[Kept]) -> WhoSampl
         kept = [agrees for group, agrees in zip(telling, recorded, strict=True) if group.recorded in places]
         if kept.count(False) > _UNKNOWN * len(kept):
             message = f"{kept.count(False)} of {len(kept)} steps were sampled by none of the kept weights"
-            fault, fix = "unknown", "`rlctl diagnose mismatch` compares the engine with the trainer"
-    return WhoSampled(message, fault, fix, steps, None, ())
+            fault = "unknown"
+            fix = "`rlctl diagnose mismatch` compares the engine with the trainer"
+    return WhoSampled(
+        conclusion=message,
+        fault=fault,
+        fix=fix,
+        steps=steps,
+        split=None,
+        notes=(),
+    )
 
 
 def _named(kind: str, number: int, count: str, name: str) -> tuple[str, str, str]:
@@ -196,4 +206,12 @@ def _step(group: SampledTokens, weights: Sequence[Kept]) -> StepSampler:
     odds = math.exp(min(group.num_sequences * math.log(gaps[1] / gaps[0]), 700.0))
     best = weights[order[0]]
     gap = float(group.gaps[order[0]])
-    return StepSampler(group.step, group.recorded, group.num_sequences, best.name, best.version, odds, gap)
+    return StepSampler(
+        step=group.step,
+        recorded=group.recorded,
+        num_sequences=group.num_sequences,
+        likeliest=best.name,
+        version=best.version,
+        odds=odds,
+        gap=gap,
+    )

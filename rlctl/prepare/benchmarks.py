@@ -141,7 +141,8 @@ def find_named(names: Sequence[str]) -> list[NamedFile]:
     """
     named_files = []
     for name in names:
-        if benchmark := benchmark_named(name):
+        benchmark = benchmark_named(name)
+        if benchmark:
             source = Source(find_benchmark(benchmark), benchmark.dataset)
             named_files.append(NamedFile(name, source, benchmark.to_recipe()))
         elif name.startswith(HUB) or Path(name).exists():

@@ -119,14 +119,26 @@ def _checked(path: Path, number: int, values: object, source: bytes | None = Non
         values = {str(index): value for index, value in enumerate(values)}
     if isinstance(values, dict):
         return Record(path, number, values, source=source)
-    return Record(path, number, None, "not a JSON object", source or json.dumps(values))
+    return Record(
+        path=path,
+        number=number,
+        values=None,
+        problem="not a JSON object",
+        source=source or json.dumps(values),
+    )
 
 
 def _csv_records(block: Block, table: CsvRows) -> Iterator[Record]:
     for number, fields, problem in table.rows:
         raw = table.delimiter.join(fields).encode(errors="surrogateescape")
         values = None if problem else dict(zip(table.header, fields, strict=True))
-        yield Record(block.path, number, values, problem, raw)
+        yield Record(
+            path=block.path,
+            number=number,
+            values=values,
+            problem=problem,
+            source=raw,
+        )
 
 
 @contextmanager

@@ -129,7 +129,13 @@ def check(request: CheckRequest, progress: Progress | None = None) -> CheckRepor
     first = (islice(read_rows(source), SAMPLED_ROWS) for source in sources if against)
     reference = Reference(against, (row.question for _, row, _ in chain.from_iterable(first) if row))
     measured = LengthQuantiles("tokens" if lengths else "characters")
-    probes = _Probes(lengths, reference, request.max_prompt_length, measured, request.continue_final_message)
+    probes = _Probes(
+        lengths=lengths,
+        reference=reference,
+        limit=request.max_prompt_length,
+        measured=measured,
+        continue_final_message=request.continue_final_message,
+    )
     progress.phase("reading", sum(source.num_bytes for source in sources))
     checks = [_FileCheck(source, probes, progress) for source in sources]
     findings = [finding for file in checks for finding in file.findings()] + _shared_questions(checks)
@@ -138,7 +144,13 @@ def check(request: CheckRequest, progress: Progress | None = None) -> CheckRepor
     compared = tuple(comparison for file in checks for comparison in file.comparisons())
     described = lengths.describe() if lengths else None
     reports = [file.report() for file in checks]
-    return CheckReport(reports, worst_first(findings), measured, described, compared)
+    return CheckReport(
+        files=reports,
+        findings=worst_first(findings),
+        lengths=measured,
+        model=described,
+        leakage=compared,
+    )
 
 
 @dataclass(frozen=True, slots=True)
@@ -157,7 +169,8 @@ class _FileCheck:
     """Runs all checks of one file, block by block."""
 
     def __init__(self, source: Source, probes: _Probes, progress: Progress) -> None:
-        self.path, self._probes = source.path, probes
+        self.path = source.path
+        self._probes = probes
         first = next((record.values for record in read_records(source) if record.values is not None), None)
         is_parquet = self.path.suffix.lower() == ".parquet"
         self._schema = pq.read_schema(self.path) if is_parquet else None
@@ -174,7 +187,9 @@ class _FileCheck:
         self._numbers: Counter[str] = Counter()  # of these, rows whose answer is a number
         self.split = ""  # the first `extra_info.split`; "" if no row has one
         self._reasons: dict[str, str] = {}  # problem without names and numbers → its first message
-        self._bad, self._found, self._missing = RowFindings(), RowFindings(), RowFindings()
+        self._bad = RowFindings()
+        self._found = RowFindings()
+        self._missing = RowFindings()
         parts = []
         for block in read_blocks(source):
             usable, bad = usable_rows(self._recipe or Recipe("generic").resolve(), probes.lengths, block)
@@ -189,7 +204,13 @@ class _FileCheck:
     def report(self) -> FileReport:
         """Layout and contents of the file."""
         name = self._recipe.name if self._recipe else None
-        return FileReport(self.path, name, self._num_rows, self._columns, dict(self._sources.most_common()))
+        return FileReport(
+            path=self.path,
+            recipe=name,
+            rows=self._num_rows,
+            columns=self._columns,
+            data_sources=dict(self._sources.most_common()),
+        )
 
     def comparisons(self) -> list[dict[str, Any]]:
         """Counts the usable rows that occur in each reference file."""
@@ -253,7 +274,8 @@ class _FileCheck:
             for kind, detail in (*text_doubts(row), *row_doubts(row)):
                 self._found.add(kind, record.where, detail)
             self.split = self.split or str(row.extra.get("split") or "")
-            if (answer := placeholder(row)) == NO_ANSWER:
+            answer = placeholder(row)
+            if answer == NO_ANSWER:
                 self._missing.add("placeholder", record.where, answer)
             elif answer:
                 self._found.add("placeholder", record.where, answer)
@@ -262,7 +284,8 @@ class _FileCheck:
         truths = self._probes.truths
         complaints = truths.problems([(row.data_source, row.ground_truth) for _, row in ruled])
         for (record, row), why in zip(ruled, complaints, strict=True):
-            if missing := truths.missing(row.data_source):
+            missing = truths.missing(row.data_source)
+            if missing:
                 self._found.add("answers-not-checked", record.where, package=missing.package)
             elif why:
                 self._found.add("ground-truth", record.where, f"{row.ground_truth[:60]!r}: {why}")
@@ -315,7 +338,16 @@ def _shared_questions(checks: Sequence[_FileCheck]) -> list[DataFinding]:
                 else "drop one of them"
             )
             severity: Severity = "error" if differ else "warning"
-            findings.append(DataFinding("shared-questions", severity, message, len(shared), examples, fix))
+            findings.append(
+                DataFinding(
+                    code="shared-questions",
+                    severity=severity,
+                    what=message,
+                    count=len(shared),
+                    examples=examples,
+                    fix=fix,
+                )
+            )
     return findings
 
 
@@ -326,4 +358,13 @@ def column_findings(path: Path, names: Sequence[str]) -> list[DataFinding]:
         return []
     message = f"column{'s' if len(missing) > 1 else ''} {', '.join(missing)} missing: no row can be read"
     fix = "convert the source with `rlctl prepare-data parquet`"
-    return [DataFinding("missing-columns", "error", message, len(missing), (str(path),), fix)]
+    return [
+        DataFinding(
+            code="missing-columns",
+            severity="error",
+            what=message,
+            count=len(missing),
+            examples=(str(path),),
+            fix=fix,
+        )
+    ]

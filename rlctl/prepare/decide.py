@@ -117,7 +117,8 @@ def decide(
         measured.add(tokens[decision.is_kept].tolist())
         decision.report["lengths"] |= measured.to_json()
         decision.findings += template_findings(lengths.renderer)
-        if context := lengths.context:
+        context = lengths.context
+        if context:
             beyond = np.flatnonzero(decision.is_kept & (tokens >= context))
             places = staging.places(beyond)
             decision.findings += row_finding("beyond-context", len(beyond), places, context=context)

@@ -69,7 +69,8 @@ def column_keys(extra: Mapping[str, Any], answer_column: str | None) -> tuple[in
     for name, value in extra.items():
         if name in _NOT_COMPARED or name == answer_column or value is None:
             continue
-        if identifier := _ID_OF.get(name.lower()):
+        identifier = _ID_OF.get(name.lower())
+        if identifier:
             ids[identifier] = text_key(json_text(value))
         else:
             compared[name] = value
@@ -126,11 +127,13 @@ def nearly_repeated(questions: Iterable[tuple[int, str]]) -> tuple[list[int], li
     from rensa import RMinHash, RMinHashDeduplicator
 
     seen = RMinHashDeduplicator(SIMILARITY, _NUM_VALUES, True, _NUM_BANDS, _SEED)
-    later, first = [], []
+    later = []
+    first = []
     for row, text in questions:
         signature = RMinHash(_NUM_VALUES, _SEED)
         signature.update([text[at : at + SHINGLE] for at in range(max(1, len(text) - SHINGLE + 1))])
-        if like := seen.get_duplicates(signature):
+        like = seen.get_duplicates(signature)
+        if like:
             later.append(row)
             first.append(min(map(int, like)))
         else:

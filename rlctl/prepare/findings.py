@@ -97,7 +97,16 @@ def row_finding(
     first = tuple(examples[:EXAMPLES_SHOWN])
     code = entry.get("code", kind)
     fix = entry.get("fix", "")
-    return [DataFinding(code, entry["severity"], sentence, count, first, fix)]
+    return [
+        DataFinding(
+            code=code,
+            severity=entry["severity"],
+            what=sentence,
+            count=count,
+            examples=first,
+            fix=fix,
+        )
+    ]
 
 
 class RowFindings:
@@ -111,7 +120,8 @@ class RowFindings:
         """Adds one row; for `kind` and `values` see `row_finding`."""
         key = (kind, tuple(values.items()))
         self._counts[key] += 1
-        if len(first := self._first.setdefault(key, [])) < EXAMPLES_SHOWN:
+        first = self._first.setdefault(key, [])
+        if len(first) < EXAMPLES_SHOWN:
             first.append(f"{where}: {detail}" if detail else where)
 
     def count(self, kind: str, **values: Any) -> int:
@@ -167,7 +177,8 @@ def share(count: int, total: int, verb: str) -> str:
 def text_doubts(row: Row) -> Iterator[Doubt]:
     """Yields doubts about control characters and U+FFFD replacement characters."""
     texts = [row.ground_truth, *(message.content for message in row.prompt)]
-    if match := next(filter(None, map(_CONTROL.search, texts)), None):
+    match = next(filter(None, map(_CONTROL.search, texts)), None)
+    if match:
         yield "control-characters", f"U+{ord(match[0]):04X}"
     if any("\ufffd" in text for text in texts):
         yield "lost-characters", ""
@@ -227,7 +238,8 @@ def placeholder_notes(rows_of: Mapping[str, Iterable[Row]]) -> list[str]:
     notes = []
     for name, group in rows_of.items():
         texts = [(row.where, placeholder(row)) for row in group]
-        if placeholders := [(where, text) for where, text in texts if text not in {"", NO_ANSWER}]:
+        placeholders = [(where, text) for where, text in texts if text not in {"", NO_ANSWER}]
+        if placeholders:
             where, text = placeholders[0]
             notes.append(
                 f"warning: {name}: in {rows(len(placeholders))} the ground truth is a placeholder, and a "

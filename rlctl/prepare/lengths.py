@@ -245,4 +245,10 @@ def _shown(where: str, row: Row | None, problem: str, lengths: PromptLengths | N
     added = renderer.tokenizer.added_tokens_decoder.values()
     special = sorted(filter(None, map(str, added)), key=len, reverse=True)
     pieces = re.split(f"({'|'.join(map(re.escape, special))})", text) if special else [text]
-    return RenderedRow(where, row, "", tuple((piece, piece in special) for piece in pieces if piece), ids)
+    return RenderedRow(
+        where=where,
+        row=row,
+        problem="",
+        pieces=tuple((piece, piece in special) for piece in pieces if piece),
+        ids=ids,
+    )

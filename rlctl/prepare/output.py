@@ -65,7 +65,8 @@ def write_shard(
     shared: tuple[str, pa.Schema, list[StagedBlock], Path], task: tuple[Path, NDArray[np.int64]]
 ) -> None:
     """Writes one file with some of the staged rows; `shared`: split, schema, blocks, file of row numbers."""
-    (split, schema, blocks, numbers), (path, rows) = shared, task
+    split, schema, blocks, numbers = shared
+    path, rows = task
     has_places = PLACE in schema.names
     number = np.memmap(numbers, np.uint64, "r") if has_places else None
     with BatchWriter(path, schema) as writer:
@@ -135,7 +136,8 @@ def check_replaceable(out: Path, inputs: Sequence[Source]) -> None:
             where=str(out),
             fix="choose another --out",
         )
-    if inside := next((one.path for one in inputs if one.path.resolve().parent == out.resolve()), None):
+    inside = next((one.path for one in inputs if one.path.resolve().parent == out.resolve()), None)
+    if inside:
         message = "the output directory contains this input, and would replace it"
         raise UsageError(message, where=str(inside), fix="choose another --out")
 

@@ -114,8 +114,11 @@ def _plan(request: PrepareRequest) -> _Planned:
 
 
 def _written(request: PrepareRequest, planned: _Planned, progress: Progress) -> PrepareSummary:
-    plan, sources, against = planned.transform, planned.sources, planned.against
-    recipe, made_from = plan.recipe, planned.made_from
+    plan = planned.transform
+    sources = planned.sources
+    against = planned.against
+    recipe = plan.recipe
+    made_from = planned.made_from
     clear_leftovers(request.out)
     existing = read_manifest(request.out)
     if existing and existing.made_from == made_from and existing.matches(request.out):
@@ -145,7 +148,13 @@ def _written(request: PrepareRequest, planned: _Planned, progress: Progress) -> 
         ]
         outputs = {file.name: sha256_of(file) for file in sorted(stage.iterdir())}
         report = decision.report | {"columns": columns, "findings": reported}
-        manifest = Manifest(made_from, counts, report, shards, outputs)
+        manifest = Manifest(
+            made_from=made_from,
+            counts=counts,
+            report=report,
+            splits=shards,
+            outputs=outputs,
+        )
         manifest.write(stage)
     return PrepareSummary(recipe.name, counts, manifest.report, shards, unchanged=False)
 
@@ -223,7 +232,8 @@ def _take_in(
     """
     num_bytes = sum(source.num_bytes for source in sources)
     workers = request.num_workers if request.workers or num_bytes > SMALL_BYTES else 1
-    findings, truths = RowFindings(), TruthChecks()
+    findings = RowFindings()
+    truths = TruthChecks()
     by_file: Counter[Path] = Counter()
     by_source: Counter[str] = Counter()
     numbers: Counter[str] = Counter()
@@ -261,7 +271,8 @@ def _take_in(
             numbers.update(done.numbers)
             progress.advance(block.num_bytes)
     staging.finish()
-    if empty := next((source.path for source in sources if not by_file[source.path]), None):
+    empty = next((source.path for source in sources if not by_file[source.path]), None)
+    if empty:
         raise UsageError("the file is empty: it has no rows", where=str(empty), fix=LEAVE_OUT)
     dropped += _without_answers(request, staging, missing, findings)
     num_bad = staging.num_records - staging.num_rows + len(bad_places)
@@ -308,7 +319,8 @@ def _refusal(
         keys = f"prompts were searched in {recipe.prompt_key!r}, answers in {recipe.answer_key!r}"
         fix = f"{keys} (recipe {recipe.name}): pass --prompt-key, --answer-key or --recipe"
         columns = next((record.values for record in read_records(sources[0]) if record.values), {})
-        if options := recipe.options_for(columns):
+        options = recipe.options_for(columns)
+        if options:
             fix = f"{_command(request)} {options}"
     more = [f"and {num_bad - len(first_bad)} more"] if num_bad > len(first_bad) else []
     more += [f"{num_dropped} have no answer, or a placeholder"] if num_dropped else []
@@ -350,7 +362,8 @@ def _grader_failures(
     wrong: dict[int, tuple[int, str]] = {}  # number → place, reason
     for (index, (source, text)), reason in zip(asked, reasons, strict=True):
         number = int(done.keys["number"][index])
-        if missing := truths.missing(source):
+        missing = truths.missing(source)
+        if missing:
             findings.add("answers-not-checked", f"{block.path}:{number}", package=missing.package)
         elif reason and knows_source(source):
             wrong[number] = (index, f"the ground truth cannot be graded: {reason}")

@@ -95,7 +95,8 @@ def _row(question: str, truth: str) -> Row:
 def _asked(values: Values, prompt_key: str) -> str:
     """The problem, and its starter code or how it reads its input."""
     *_, last = parse_messages(lookup(values, prompt_key))
-    if starter := text_of(values.get("starter_code")).strip():
+    starter = text_of(values.get("starter_code")).strip()
+    if starter:
         return f"{last.content}\n\nComplete this code:\n\n```python\n{starter}\n```"
     return f"{last.content}\n\nRead from standard input and write to standard output."
 

@@ -115,7 +115,8 @@ def _multiple_choice(values: Values, prompt_key: str, answer_key: str) -> Row:
 
 def _choices(value: Any) -> tuple[list[str], list[str]]:
     """Returns labels and texts of choices: a list of texts, {text, label} lists or {label: text}."""
-    texts, labels = value, None
+    texts = value
+    labels = None
     if isinstance(value, Mapping):
         if isinstance(value.get("text"), list):
             texts = value["text"]
@@ -197,7 +198,8 @@ def _generic(values: Values, prompt_key: str, answer_key: str) -> Row:
     is_usual = answer_key == LAYOUTS["generic"].answer_key
     if is_usual and column_of(values, answer_key) is None and column_of(values, prompt_key):
         values = {**values, "answer": None}
-    if isinstance(reply := values.get("completion"), list):
+    reply = values.get("completion")
+    if isinstance(reply, list):
         values = {**values, "completion": reply_of(reply)}
     return _trl(values, prompt_key, answer_key)
 
@@ -334,9 +336,11 @@ def layout_named(name: str) -> Layout:
     if not isinstance(layout, Layout):
         raise UsageError(f"it returned {type(layout).__name__}, not a Layout", where=name)
     for field in ("prompt_key", "answer_key", "data_source", "instruction"):
-        if not isinstance(value := getattr(layout, field), str):
+        value = getattr(layout, field)
+        if not isinstance(value, str):
             raise UsageError(f"{field} of its Layout is {kind_of(value)}, not text", where=name)
-    if problem := call_problem(layout.read, {}, "", ""):
+    problem = call_problem(layout.read, {}, "", "")
+    if problem:
         message = f"its `read` is called with a record, prompt_key and answer_key: {problem}"
         raise UsageError(message, where=name, fix="def read(values, prompt_key, answer_key)")
     return layout
@@ -405,7 +409,8 @@ def _renamed(names: tuple[str, ...]) -> dict[str, str]:
         if known == name:
             continue
         others = [column for column, target in columns.items() if target == known]
-        if other := known if known in names else next(iter(others), None):
+        other = known if known in names else next(iter(others), None)
+        if other:
             raise RowError(f"the columns {other!r} and {name!r} differ only in case: rename one of them")
         columns[name] = known
     return columns
@@ -568,7 +573,8 @@ class Recipe:
         """
         if self.name in {"verl", "dapo-math"}:  # `parse_row` has kept them
             return extra
-        if isinstance(carried := values.get("extra_info"), Mapping):
+        carried = values.get("extra_info")
+        if isinstance(carried, Mapping):
             extra = extra_of(carried) | extra
         prompt, names = _carried_names(self.name, self.prompt_key or "", self.answer_key or "", tuple(record))
         if prompt and not is_conversation(record[prompt]):

@@ -27,7 +27,9 @@ class Progress:
 
     def phase(self, name: str, total: int) -> None:
         """Starts a phase. The amounts passed to `advance` sum to `total`: bytes while reading, else rows."""
-        self._name, self._total, self._done = name, total, 0
+        self._name = name
+        self._total = total
+        self._done = 0
         self.advance(0)
 
     def advance(self, amount: int) -> None:

@@ -82,7 +82,8 @@ def _find(name: str) -> list[Source]:
         return _hub_files(name)
     path = Path(name)
     if path.is_dir():
-        if inside := _inside(path):
+        inside = _inside(path)
+        if inside:
             return inside
         raise UsageError("the directory holds no file of a known format", where=name, fix=_FORMATS)
     if not path.exists():
@@ -205,8 +206,15 @@ def read_blocks(source: Source) -> Iterator[Block]:
     number = reported = 0
     try:
         for last_number, content, position in reader(source.path):
-            yield Block(source.path, source.name, number + 1, content, position - reported)
-            number, reported = last_number, position
+            yield Block(
+                path=source.path,
+                source=source.name,
+                first_number=number + 1,
+                content=content,
+                num_bytes=position - reported,
+            )
+            number = last_number
+            reported = position
     except (OSError, pa.ArrowException) as error:
         after = f" after row {number}" if number else ""
         codec = CODECS.get(source.path.suffix.lower())
@@ -238,7 +246,8 @@ def _whole_lines(path: Path, file: BufferedReader) -> Iterator[tuple[int, bytes]
         parts.append(chunk[cut:])
         if sum(map(len, parts)) > MAX_LINE_BYTES:
             raise _too_long(path, number + 1)
-    if last := b"".join(parts):
+    last = b"".join(parts)
+    if last:
         yield number + 1, last
 
 

@@ -199,7 +199,8 @@ def _rows_in(path: Path, value: Any) -> list[Any]:
         return list(value[(containers or lists)[0]])
     if len(value) == 1 and isinstance(inner := next(iter(value.values())), dict):
         return _rows_in(path, inner)
-    if several := containers or (lists if value and len(lists) == len(value) else []):
+    several = containers or (lists if value and len(lists) == len(value) else [])
+    if several:
         message = f"the object holds several lists of rows: {', '.join(several)}"
         raise UsageError(message, where=str(path), fix="write each list to a separate file")
     if len(value) > 1 and _are_columns(list(value.values())):

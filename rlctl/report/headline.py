@@ -47,7 +47,8 @@ class Headline:
 
 def headline(record: RunRecord, diagnosis: Diagnosis) -> Headline:
     """The headline of a run that was diagnosed."""
-    rows, state = logged_rows(record), read_state(record.path)
+    rows = logged_rows(record)
+    state = read_state(record.path)
     reward, change = reward_change(values_by_step(rows, _REWARD))
     scores = {
         int(row["step"]): score for row in rows if (score := validation_score(_numbers(row))) is not None
@@ -106,11 +107,13 @@ def window_of(count: int) -> int:
 
 def reward_change(rewards: Mapping[int, float]) -> tuple[str, str]:
     """`first → last`, and the difference with its interval (Welch's); means of windows, see `window_of`."""
-    steps, values = list(rewards), list(rewards.values())
+    steps = list(rewards)
+    values = list(rewards.values())
     if len(values) < 2:
         return _arrow(values), _steps(rewards)
     size = window_of(len(values))
-    first, last = values[:size], values[-size:]
+    first = values[:size]
+    last = values[-size:]
     shown = f"{np.mean(first):.3f} → {np.mean(last):.3f}"
     change = f"{np.mean(last) - np.mean(first):+.3f}"
     if size == 1:

@@ -33,8 +33,10 @@ def with_dumps(run: RunLog, *, trust: bool = False) -> RunLog:
     has_dumps = is_own and any(directory.glob("*/rollouts-*.parquet"))
     if not has_dumps or importlib.util.find_spec("torch") is None:
         return run
-    evidence, notes = DumpEvidence(), []
-    logged, gap = run.table.series("rollout_corr/log_wealth"), run.table.series(K3.key).values
+    evidence = DumpEvidence()
+    notes = []
+    logged = run.table.series("rollout_corr/log_wealth")
+    gap = run.table.series(K3.key).values
     asked = [_sampler_test] if not len(logged) else []
     asked += [_who_sampled] if not len(gap) or gap.max() > APART else []
     for add in asked:

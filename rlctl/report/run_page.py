@@ -269,10 +269,12 @@ def _joined(tokens: Sequence[Token]) -> list[Token]:
 
 def _sample(row: Mapping[str, Any], decode: Decoder | None) -> dict[str, Any]:
     ratios = log_ratios(row)
-    tokens, left = [Token(_cut(row["response"]), "", "")], 0
+    tokens = [Token(_cut(row["response"]), "", "")]
+    left = 0
     parts = spans(row)
     if decode:
-        shown, places = [], [place for _, span in parts for place in span]
+        shown = []
+        places = [place for _, span in parts for place in span]
         texts = dict(
             zip(places, pieces([row["token_ids"][x] for x in places[:TOKENS]], decode), strict=False)
         )
@@ -280,7 +282,8 @@ def _sample(row: Mapping[str, Any], decode: Decoder | None) -> dict[str, Any]:
             if row["num_turns"] > 1 and span[0] in texts:
                 shown.append(Token(f"turn {turn + 1}" if turn >= 0 else "observation", "turn", ""))
             shown += [_token(row, place, visible(texts[place])) for place in span if place in texts]
-        tokens, left = _joined(shown), max(0, len(places) - TOKENS)
+        tokens = _joined(shown)
+        left = max(0, len(places) - TOKENS)
     return {
         "step": row["step"],
         "source": visible(row["data_source"]),
@@ -300,10 +303,12 @@ def _sample(row: Mapping[str, Any], decode: Decoder | None) -> dict[str, Any]:
 def _token(row: Mapping[str, Any], index: int, text: str) -> Token:
     if not row["sampled"][index]:
         return Token(text, "unsampled", "not sampled by the policy")
-    log_prob, trained = row["rollout_log_probs"][index], row["training_log_probs"][index]
+    log_prob = row["rollout_log_probs"][index]
+    trained = row["training_log_probs"][index]
     if trained is None:
         return Token(text, "", f"rollout log-prob {log_prob:.3f}, not trained on")
-    ratio, kept = trained - log_prob, row["keep_mask"][index]
+    ratio = trained - log_prob
+    kept = row["keep_mask"][index]
     return Token(
         text, _shade(ratio, kept=kept), _about(ratio, log_prob, row["rollout_is_weights"][index], kept=kept)
     )

@@ -59,9 +59,11 @@ class RunPages:
     """
 
     def __init__(self, runs: Sequence[Path], render: Callable[[Sequence[Path], str], str] = run_page) -> None:
-        self._runs, self._render = runs, render
+        self._runs = runs
+        self._render = render
         self._lock = threading.Lock()
-        self._version, self._page = "", ""
+        self._version = ""
+        self._page = ""
         self._next = 0.0  # time of the next rendering, on the monotonic clock
         self._states: list[RunState] = []
 
@@ -94,7 +96,8 @@ class RunPages:
             return
         version = version_of(self._runs)
         if version != self._version:
-            self._version, self._page = version, ""
+            self._version = version
+            self._page = ""
             self._states = [read_state(path) for path in self._runs]
             self._next = time.monotonic() + BETWEEN_S
 
@@ -144,7 +147,8 @@ class PageServer(ThreadingMixIn, TCPServer):
     request_queue_size = socket.SOMAXCONN  # from a full queue the kernel resets any connection
 
     def __init__(self, pages: RunPages, port: int = 0) -> None:
-        self.pages, self.key = pages, secrets.token_urlsafe(24)
+        self.pages = pages
+        self.key = secrets.token_urlsafe(24)
         self._connections: dict[socket.socket, None] = {}  # without key, oldest first
         self._lock = threading.Lock()
         try:
@@ -187,7 +191,8 @@ class PageServer(ThreadingMixIn, TCPServer):
         """Closes the port and all connections."""
         super().server_close()
         with self._lock:
-            connections, self._connections = list(self._connections), {}
+            connections = list(self._connections)
+            self._connections = {}
         for connection in connections:
             self._end(connection)
 

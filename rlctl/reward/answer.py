@@ -256,7 +256,8 @@ def _marked(text: str) -> _Marks:
             last_end = last_end or end
             answers.append(answer)
         elif not denied:
-            since, denied = start - len(before), end
+            since = start - len(before)
+            denied = end
     is_repeated = bool(answers) and _IS[True].search(text, last_end) is not None
     return _Marks(answers, last_end, text[last_end:] if is_repeated else "", denied)
 
@@ -365,15 +366,18 @@ def _boxes(text: str) -> list[tuple[int, int, str]]:
     for match in _last(_BOX, text):
         limit = match.end() + MAX_CHARS
         if match["bare"] is not None:
-            content, end = match["bare"].strip(), match.end()
+            content = match["bare"].strip()
+            end = match.end()
         elif closing := group_end(text, match.end(), limit):
-            content, end = text[match.end() : closing], closing + 1
+            content = text[match.end() : closing]
+            end = closing + 1
         else:  # without a closing brace
             content = text[match.end() : limit].partition("\n\n")[0]
             end = match.end() + len(content)
             content = content or match[0]  # cut off: no earlier box is the answer
         before = text[max(boxes[-1][1] if boxes else 0, match.start() - MAX_LABELLED_CHARS) : match.start()]
-        if sign := _SIGN.search(before):
+        sign = _SIGN.search(before)
+        if sign:
             content = f"{sign[1] or sign[2]}{content}"
         start = match.start()
         if boxes and "\n\n" not in before and _BETWEEN.fullmatch(before):

@@ -282,7 +282,8 @@ MAX_GAP = 20
 
 def is_asserted(before: str, after: str) -> bool:
     """Whether a sentence states a value, given the sentence's text before and after it."""
-    before, after = _TAG.sub(" ", before[-MAX_CHARS:]), after[:MAX_CHARS]
+    before = _TAG.sub(" ", before[-MAX_CHARS:])
+    after = after[:MAX_CHARS]
     if "\\" in after:
         after = _SPACING.sub(lambda found: f" {found[1] or ''}", after)
     return not (_IS_DENIED.search(before) or _IS_DENIED_AFTER.match(after))
@@ -297,7 +298,8 @@ def asserted_part(text: str) -> str:
         return ""
     if "?" in text and _OR_ELSE.search(text, max(0, len(text) - MAX_CHARS)):
         return ""
-    text, end = _DOUBTED.sub("", _QUESTION.sub("", text)) if "?" in text else text, 0
+    text = _DOUBTED.sub("", _QUESTION.sub("", text)) if "?" in text else text
+    end = 0
     another = _ANOTHER.search(text, max(0, len(text) - MAX_CHARS))
     if another and not _ends_with(text[: another.start() + 1], another["value"]):
         return text[another.end("corrects") :] if another["corrects"] else ""

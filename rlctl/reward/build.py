@@ -97,7 +97,8 @@ class LocalScorer(Scorer):
 
     def __init__(self, name: str) -> None:
         part = GRADERS.part(name)
-        self._function, self._answer_of = part.function, part.answer_of
+        self._function = part.function
+        self._answer_of = part.answer_of
 
     def grade_and_read(self, samples: Sequence[Sample], *, read_answers: bool = True) -> list[GradeAndAnswer]:
         """Returns grades and answers."""
@@ -120,7 +121,8 @@ class LocalScorer(Scorer):
         try:
             return float(self._function(response, ground_truth))
         except Exception as error:
-            if missing := missing_package(error):
+            missing = missing_package(error)
+            if missing:
                 raise missing from error
             return Failure(traceback.format_exc())
 
@@ -154,7 +156,8 @@ class SourceScorer(Scorer):
         for place, sample in enumerate(samples):
             if named[sample.data_source] or sample.ground_truth:
                 places.setdefault(graders[sample.data_source], []).append(place)
-        graded, remarks = [_NO_ANSWER] * len(samples), [""] * len(samples)
+        graded = [_NO_ANSWER] * len(samples)
+        remarks = [""] * len(samples)
         for grader, rows in places.items():
             if grader not in self._scorers:
                 self._scorers[grader] = self._start(grader)
@@ -265,11 +268,18 @@ class _TermScores:
         for row, failure in failures.items():
             skipped[row] = failure.kind == "inapplicable"
             if failure.score is not None:
-                scores[row], ended[row] = failure.score, failure.kind
+                scores[row] = failure.score
+                ended[row] = failure.kind
             elif failure.kind != "inapplicable":
                 failed[row] = True
                 errors.append(failure.text)
-        return cls(scores, skipped, failed, errors[:MAX_ERRORS_KEPT], ended)
+        return cls(
+            scores=scores,
+            skipped=skipped,
+            failed=failed,
+            errors=errors[:MAX_ERRORS_KEPT],
+            ended=ended,
+        )
 
 
 class Reward:
@@ -341,15 +351,15 @@ class Reward:
             answers = [None] * len(columns)
         timeouts = Counter(kind for row, kind in ended.items() if valid[row])
         return RewardResult(
-            torch.where(valid, scores, 0.0),
-            valid,
-            parts,
-            errors,
-            errors_by_term,
-            dict(timeouts),
-            answers,
-            remarks if any(remarks) else [],
-            None if graded is None else torch.where(valid, graded, 0.0),
+            scores=torch.where(valid, scores, 0.0),
+            valid=valid,
+            parts=parts,
+            errors=errors,
+            errors_by_term=errors_by_term,
+            timeouts=dict(timeouts),
+            answers=answers,
+            remarks=remarks if any(remarks) else [],
+            before_penalty=None if graded is None else torch.where(valid, graded, 0.0),
         )
 
     def close(self) -> None:
@@ -376,11 +386,13 @@ def _summed(columns: Sequence[Sequence[float]]) -> torch.Tensor:
 def _samples(episodes: Episodes, places: Sequence[int]) -> list[Sample]:
     """What graders read of the episodes at these places."""
     tokens = episodes.tokens
-    ids, ends = tokens.token_ids[tokens.sampled].tolist(), episodes.num_sampled.cumsum(0).tolist()
+    ids = tokens.token_ids[tokens.sampled].tolist()
+    ends = episodes.num_sampled.cumsum(0).tolist()
     starts = [0, *ends]
     samples = []
     for place in places:
-        task, response_ids = episodes.tasks[place], ids[starts[place] : ends[place]]
+        task = episodes.tasks[place]
+        response_ids = ids[starts[place] : ends[place]]
         about = (task.ground_truth, task.text, task.data_source, task.extra_info, task.messages)
         samples.append(Sample(episodes.responses[place], *about, response_ids, episodes.messages[place]))
     return samples

@@ -93,7 +93,8 @@ class CodeScorer(Scorer):
     """
 
     def __init__(self, spec: RewardSpec, device: object = None) -> None:
-        self._timeout_s, self._memory_mb = spec.code.timeout_s, spec.code.memory_mb
+        self._timeout_s = spec.code.timeout_s
+        self._memory_mb = spec.code.memory_mb
         check_sandbox(self._limits(PLAIN))
 
     def _limits(self, source: CodeSource) -> Limits:
@@ -111,7 +112,8 @@ class CodeScorer(Scorer):
             return Failure(f"the ground truth contains no tests: {error}")
         try:
             source = code_source(sample.data_source, sample.ground_truth)
-            program, limits = program_of(sample.without_thoughts().response, tests), self._limits(source)
+            program = program_of(sample.without_thoughts().response, tests)
+            limits = self._limits(source)
             passes = tests.pass_with(program, limits, source)
             if passes and _pass_without_a_program(sample.ground_truth, limits):
                 return Failure("the tests of the ground truth pass without a program")
@@ -161,14 +163,17 @@ def _blocks(text: str) -> Iterator[tuple[str, str]]:
     A fence may follow text in its line. A line that begins with a fence of at least as many marks ends a
     block, and begins the next one if it names a language; so does a fence at the end of a line of the block.
     """
-    fence, language, lines = "", "", list[str]()
+    fence = ""
+    language = ""
+    lines = list[str]()
     for line in text.split("\n"):
         mark = _FENCE.match(line) if "```" in line or "~~~" in line else None
         is_fence = mark is not None and (not fence or mark["fence"].startswith(fence))
         if mark is None or not is_fence:
             lines.append(line)
             continue
-        before, closes = mark["before"], mark["fence"] * (not mark["language"])
+        before = mark["before"]
+        closes = mark["fence"] * (not mark["language"])
         inline, closing, _ = mark["rest"].partition(mark["fence"])
         if fence and before.strip() and mark["language"]:  # marks within a text of the program
             lines.append(line)
@@ -179,7 +184,9 @@ def _blocks(text: str) -> Iterator[tuple[str, str]]:
             is_language = _PYTHON.fullmatch(mark["language"])
             yield mark["language"] if is_language else "", ("" if is_language else mark["language"]) + inline
         else:
-            fence, language, lines = mark["fence"], mark["language"], []
+            fence = mark["fence"]
+            language = mark["language"]
+            lines = []
     if fence:
         yield language, "\n".join(lines)
 
@@ -190,7 +197,8 @@ def _last_program(blocks: Sequence[str], tests: Tests | None) -> str:
     Later blocks are joined to it if the `tests` need them. Decided by the words of the text: parsing code
     that a model wrote can end the process.
     """
-    place, earlier = 0, set[str]()
+    place = 0
+    earlier = set[str]()
     for index, code in enumerate(blocks):
         defined = set(_DEFINED.findall(code))
         used = set(re.findall(r"\w+", " ".join(_USED.findall(re.sub(r"#.*", "", code)))))
@@ -301,7 +309,9 @@ def parse_tests(ground_truth: str) -> Tests:
 
 
 def _json_tests(values: dict[str, Any]) -> Tests:
-    inputs, outputs, name = values.get("inputs"), values.get("outputs"), values.get("fn_name")
+    inputs = values.get("inputs")
+    outputs = values.get("outputs")
+    name = values.get("fn_name")
     if not isinstance(inputs, list) or not isinstance(outputs, list):
         raise ValueError("`inputs` and `outputs` must be lists")
     if not inputs or len(inputs) != len(outputs):

@@ -107,7 +107,9 @@ def _next(  # noqa: PLR0911, PLR0912
     tokens: list[str], start: int, value: str, *, has_unit: bool, is_subject: bool
 ) -> int | None:
     """The end of the form at `start` of the words after a value; None if there is no known form."""
-    token, place, everything = tokens[start].casefold(), start + 1, len(tokens)
+    token = tokens[start].casefold()
+    place = start + 1
+    everything = len(tokens)
     following = tokens[place].casefold() if place < everything else ""
     is_accepted: bool | None = None  # whether all that follows is accepted
     if token in {";", ":", "—", "–"}:

@@ -113,17 +113,20 @@ def read(latex: str) -> Any | None:
     Returns None if the text does not parse, has no value (1/0), or is too large to compute.
     """
     text = replaced(latex.strip().strip("$").rstrip(". "), _NOTATIONS)
-    if nested := _NESTED_LIST.fullmatch(text.strip()):
+    nested = _NESTED_LIST.fullmatch(text.strip())
+    if nested:
         rows = [row.replace(",", " & ") for row in re.findall(r"\[([^\[\]]*)\]", nested[1])]
         text = r"\begin{pmatrix}" + r"\\ ".join(rows) + r"\end{pmatrix}"
     text = _SYSTEM.sub(lambda system: _ROW_END.sub(", ", system[1]), in_digits(text)).strip()
     text = _PRODUCT.sub(r"\1\\cdot ", _MIXED.sub(r"(\1+\2)", text))
     if not text or _NO_EXPRESSION.match(text) or is_too_large(text):
         return None
-    if (ends := _RANGE.match(text)) and int(ends[1]) < int(ends[2]):
+    ends = _RANGE.match(text)
+    if ends and int(ends[1]) < int(ends[2]):
         return None
     text = _PRIMES.sub(lambda match: f"{match[1]}_{{p{len(match[2])}}}", text)
-    if len(parts := _OR.split(text)) > 1:
+    parts = _OR.split(text)
+    if len(parts) > 1:
         sets = [_solutions(_parsed(part)) for part in parts]
         if all(isinstance(one, sympy.Set) for one in sets):
             return sympy.Union(*sets)
@@ -394,7 +397,8 @@ def _equal_numbers(gold: Any, answer: Any) -> bool:
         return bool(gold == answer)
     is_decimal = gold.has(sympy.Float) or answer.has(sympy.Float)
     values = [one.evalf(PRECISION) for one in (gold, answer)]
-    gap, size = abs(values[0] - values[1]), max(map(abs, values))
+    gap = abs(values[0] - values[1])
+    size = max(map(abs, values))
     if is_decimal:
         return bool(gap <= min(ABSOLUTE_TOLERANCE, RELATIVE_TOLERANCE * size))
     return bool(gap * 10 ** (PRECISION // 2) <= size and (size > 1e-9 or sympy.simplify(gold - answer) == 0))

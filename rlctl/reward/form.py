@@ -79,7 +79,9 @@ def json_in(response: str) -> Any:
             continue
     if blocks:
         return _NONE
-    found, end, tried = _NONE, 0, 0
+    found = _NONE
+    end = 0
+    tried = 0
     for start in (place.start() for place in re.finditer(r"[{\[]", response)):
         if start < end:  # within a value
             continue

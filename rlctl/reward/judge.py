@@ -60,13 +60,15 @@ class _Judge(Scorer):
         from rlctl.reward.judge_client import JudgeClient  # imports asyncio, which the spec does not need
 
         self.client = JudgeClient(spec)
-        self._spec, self._rubric = spec, rubric_of(spec)
+        self._spec = spec
+        self._rubric = rubric_of(spec)
         self._known: OrderedDict[str, Any] = OrderedDict()  # key → scores and text
         self._remarks: list[str] = []
 
     def take_remarks(self) -> list[str]:
         """What the judge said of each sample of the last grading."""
-        remarks, self._remarks = self._remarks, []
+        remarks = self._remarks
+        self._remarks = []
         return remarks
 
     def _remember(self, key: str, value: Any) -> None:
@@ -109,7 +111,8 @@ class JudgeScorer(_Judge):
         return [known[0] if known else failures[key] for key, known in zip(keys, found, strict=True)]
 
     def _question(self, sample: Sample, response: str, key: str) -> JudgeQuestion[float]:
-        mark, (least, most) = key[:16], self._spec.score_range
+        mark = key[:16]
+        least, most = self._spec.score_range
         request = _request(sample, {"Response": response}, mark)
         asked = _OF_ONE.format(request=request, least=least, most=most, mark=mark)
 
@@ -249,7 +252,8 @@ def _object(text: str, mark: str) -> dict[str, Any]:
     Raises:
         Unreadable: there is none.
     """
-    said, decoder = without_thoughts(text, ""), json.JSONDecoder()
+    said = without_thoughts(text, "")
+    decoder = json.JSONDecoder()
     for start in reversed([place for place, letter in enumerate(said) if letter == "{"]):
         try:
             found, _ = decoder.raw_decode(said, start)

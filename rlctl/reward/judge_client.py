@@ -57,7 +57,8 @@ class JudgeClient:
     """
 
     def __init__(self, spec: JudgeSpec, pause: Callable[[float], Awaitable[None]] = asyncio.sleep) -> None:
-        self._spec, self._pause = spec, pause
+        self._spec = spec
+        self._pause = pause
         self._key = os.environ.get(spec.key_variable, "").strip()
         self._url = f"{str(spec.url).rstrip('/')}/chat/completions"
         self._limit_name = "max_tokens"
@@ -105,7 +106,8 @@ class JudgeClient:
     ) -> list[JudgeReply[Answer]] | Failure:
         """All votes on one question; a server that ignores `n` is asked again."""
         replies: list[JudgeReply[Answer]] = []
-        why, tries = "", 0
+        why = ""
+        tries = 0
         while len(replies) < votes and tries <= self._spec.retries:
             pause_s: float | None = 0.0
             try:
@@ -124,7 +126,8 @@ class JudgeClient:
                 if len(replies) > before:
                     continue
             except _Again as again:
-                why, pause_s = str(again), again.pause_s
+                why = str(again)
+                pause_s = again.pause_s
             except _Refused as refused:
                 return Failure(self._masked(str(refused)))
             tries += 1

@@ -136,7 +136,8 @@ def language_of(text: str, otherwise: Language = ENGLISH) -> Language:
 @lru_cache(maxsize=4096)
 def _languages_of(word: str) -> list[str]:
     """The languages in which a word is frequent, or a number in one word, such as "zweiundsiebzig"."""
-    if (names := _NAMES.get(word)) is None:
+    names = _NAMES.get(word)
+    if names is None:
         names = [name for name in number_words.COMPOUNDING if number_words.is_number(word, name)]
     return names
 

@@ -263,7 +263,8 @@ def _last_statement(response: str) -> str:
     verbs = list(_VERB.finditer(re.split(r"[.!?]\s+", sentence)[-1]))
     if not verbs:
         return ""
-    subject, stated = verbs[-1].string[: verbs[-1].end()], verbs[-1].string[verbs[-1].end() :]
+    subject = verbs[-1].string[: verbs[-1].end()]
+    stated = verbs[-1].string[verbs[-1].end() :]
     is_sure = is_asserted(subject, "") and not re.search(r"\b(?:or|and|no|not|never)\b", subject)
     return re.sub(r"^(?:an?|the|therefore|thus|on)\s", "", stated.strip()) if is_sure else ""
 
@@ -288,7 +289,14 @@ def _gold(ground_truth: str) -> _Gold:
     expression = None
     if number is None and not is_words(text):
         expression = _expression(text)
-    return _Gold(text, spelling(text), number, expression, _units(text), tuple(_other_readings(text)))
+    return _Gold(
+        text=text,
+        spelling=spelling(text),
+        number=number,
+        expression=expression,
+        units=_units(text),
+        others=tuple(_other_readings(text)),
+    )
 
 
 def _units(text: str) -> Units:
@@ -385,7 +393,8 @@ def _whole(text: str, *, is_number: bool) -> Number | Any | None:
     if is_number and is_sentence and "\\" not in shown and not _SEVERAL.search(in_figures(shown)):
         if MATHS.search(text):
             return _prose(text, is_number=True)
-        if number := number_in(plain(_statement(text, is_number=True)), words=True):
+        number = number_in(plain(_statement(text, is_number=True)), words=True)
+        if number:
             return number
     elif is_number and unit and is_asserted("", unit[0]):
         text = text[: unit.start()]
@@ -397,7 +406,8 @@ def _exact(text: str) -> str:
     exact, *approximate = _APPROXIMATELY.split(text)
     if not exact.strip() or len(approximate) != 1:
         return text
-    value, number = expressions.value_of(_expression(exact)), _number(approximate[0].strip())
+    value = expressions.value_of(_expression(exact))
+    number = _number(approximate[0].strip())
     if value is None or number is None:
         return text
     return exact if number.rounds(value) else ""
@@ -407,7 +417,8 @@ def _prose(sentence: str, *, is_number: bool) -> Number | Any | None:
     """Parses the number or formula that a sentence states."""
     sentence = _EXCLAMATION.sub("", _statement(sentence, is_number=is_number))
     if is_number:
-        if number := _amount(sentence.strip().rstrip(".")):
+        number = _amount(sentence.strip().rstrip("."))
+        if number:
             return number
         bold = list(_BOLD.finditer(sentence))
         if bold and (number := number_in(plain(bold[-1][1]))):
@@ -415,9 +426,11 @@ def _prose(sentence: str, *, is_number: bool) -> Number | Any | None:
     formula = _formula(sentence, is_number=is_number)
     before, found, after = sentence.rpartition(formula or "\0")
     if is_number and found and _STATED.search(after):  # "The value of $x$ is 5."
-        formula, sentence = None, after
+        formula = None
+        sentence = after
     elif is_number and re.search(r"\d", before) and _NO_NUMBER.match(found):  # "There are 5 such $n$."
-        formula, sentence = None, before
+        formula = None
+        sentence = before
     if formula and not (is_number and _amount(formula)):
         is_last = not found or not re.search(r"\d", after)
         if not is_number or is_last or re.search(r"[A-Za-z\[\](\\^{]", plain(formula)):
@@ -428,7 +441,8 @@ def _prose(sentence: str, *, is_number: bool) -> Number | Any | None:
 
 
 def _is_stated(sentence: str, value: re.Match[str]) -> bool:
-    before, after = sentence[: value.start()], sentence[value.end() :]
+    before = sentence[: value.start()]
+    after = sentence[value.end() :]
     return is_asserted(before, after) and is_statement(before, value[1], after)
 
 

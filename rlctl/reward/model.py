@@ -54,7 +54,8 @@ class ModelScorer(Scorer):
         try:
             self._device = torch.device(spec.device) if spec.device else device or torch_device()
         except RuntimeError as error:
-            message, where = f"no such device: {first_line(error)}", f"reward.model.device={spec.device}"
+            message = f"no such device: {first_line(error)}"
+            where = f"reward.model.device={spec.device}"
             raise UsageError(message, where=where, fix="cpu, cuda:0 …") from error
         try:
             self._model.to(self._device).eval()
@@ -70,7 +71,8 @@ class ModelScorer(Scorer):
 
     def set_policy(self, tokenizer: Any) -> None:
         """Compares the policy's tokenizer with its own: does it read the policy's tokens?"""
-        own, self._policys = self._tokenizer, tokenizer
+        own = self._tokenizer
+        self._policys = tokenizer
         self._reads_tokens = tokenizer is not None and (
             own.chat_template in (None, tokenizer.chat_template) and own.get_vocab() == tokenizer.get_vocab()
         )
@@ -172,7 +174,8 @@ def _load(spec: RewardModelSpec) -> tuple[Any, Any]:
 
     if spec.path is None:
         raise UsageError("the reward model has no path", where="reward.model.path", fix=_FIX)
-    where, trust = f"reward.model.path={spec.path}", {"trust_remote_code": spec.trust_remote_code}
+    where = f"reward.model.path={spec.path}"
+    trust = {"trust_remote_code": spec.trust_remote_code}
     dtype = torch.float32 if spec.dtype == "fp32" else torch.bfloat16
     with explained(spec.path, "reward.model.path", "a reward model", _FIX) as path:
         config = AutoConfig.from_pretrained(path, **trust)

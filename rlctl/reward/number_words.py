@@ -72,7 +72,10 @@ class _Words:
             added = self._added(total, self.values[name], is_after_and) if num_words else self.values[name]
             if added is None:
                 break
-            total, num_words, end, is_after_and = total + added, num_words + 1, word.end(), False
+            total += added
+            num_words += 1
+            end = word.end()
+            is_after_and = False
         return total, num_words, end
 
     def _added(self, total: int, value: int, is_after_and: bool) -> int | None:
@@ -123,15 +126,19 @@ def in_figures(text: str, language: str = "english") -> str:
     language = "chinese" if language == "japanese" else language
     if language not in _ENTRIES:
         return text
-    words, shown, start = _of(language), "", 0
+    words = _of(language)
+    shown = ""
+    start = 0
     while match := words.number.search(text, start):
         value, num_words, length = words.value(match[0])
         end = match.start() + length
         is_number = bool(
             num_words > 1 or match[0][:length].casefold() not in words.alone or _END.match(text, end)
         )
-        if decimals := _POINT.match(text, end):
-            is_number, end = False, decimals.end()
+        decimals = _POINT.match(text, end)
+        if decimals:
+            is_number = False
+            end = decimals.end()
         figures = f" {value} " if language == "chinese" else str(value)
         shown += text[start : match.start()] + (figures if is_number else text[match.start() : end])
         start = end

@@ -82,7 +82,8 @@ def replaced(text: str, by: Replacements) -> str:
             continue
         changed = pattern.sub(shown, text)
         if changed != text:
-            text, lower = changed, changed.lower()
+            text = changed
+            lower = changed.lower()
     return text
 
 
@@ -303,7 +304,9 @@ def in_digits(text: str) -> str:
 
 
 def _fraction(decimal: re.Match[str]) -> str:
-    whole, once, repeated = decimal[1], decimal[2] or decimal[4] or "", decimal[3] or decimal[5]
+    whole = decimal[1]
+    once = decimal[2] or decimal[4] or ""
+    repeated = decimal[3] or decimal[5]
     value = Fraction(int(repeated), 10 ** len(repeated) - 1) + int((whole + once) or 0)
     value /= 10 ** len(once)
     return rf"\frac{{{value.numerator}}}{{{value.denominator}}}"
@@ -386,7 +389,8 @@ def _differs_from_next(sentence: str, match: re.Match[str]) -> bool:
     other = _NUMBER.match(sentence, joint.end()) if joint else None
     if other is None:
         return False
-    value, next_value = _value(match, sentence), _value(other, sentence)
+    value = _value(match, sentence)
+    next_value = _value(other, sentence)
     ratio = factor(value.units, next_value.units) if value and next_value else None
     return value is None or next_value is None or ratio is None or not next_value.rounds(value.value * ratio)
 
@@ -424,7 +428,8 @@ def _rank(sentence: str, match: re.Match[str], *, found: int, previous: int) -> 
     `found` is the best rank so far, `previous` the rank of the number before.
     """
     since = max(0, match.start() - MAX_CHARS_BEFORE)
-    before, after = sentence[since : match.start()], sentence[match.end() : match.end() + MAX_CHARS_BEFORE]
+    before = sentence[since : match.start()]
+    after = sentence[match.end() : match.end() + MAX_CHARS_BEFORE]
     is_operand = _OPERAND_OF.match(after) or _OPERATOR.search(sentence[since : match.start("digits")])
     if match["percent"] and _OF_NUMBER.match(after):
         return _NEVER

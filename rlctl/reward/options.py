@@ -343,7 +343,8 @@ def _letter_of(first: re.Match[str]) -> str:
 
 def _names_others(first: re.Match[str], phrase: str) -> bool:
     """Whether the text after an option, up to its explanation, names another option."""
-    letter, rest = _letter_of(first), phrase[first.end() :]
+    letter = _letter_of(first)
+    rest = phrase[first.end() :]
     if _has_label(first, phrase):
         option_text = rest.lstrip(" .):]-–—")
         if _ABOUT_OPTIONS.match(option_text):  # "D. Both A and B"
@@ -447,11 +448,13 @@ def _by_position(text: str) -> str | None:
 
 def _without_list(text: str) -> str:
     """A text without a list of at least three options at its start, one a line."""
-    end, expected = 0, ord("A")
+    end = 0
+    expected = ord("A")
     for label in _LISTED.finditer(text):
         letter = (label[1] or label[2]).upper()
         if ord(letter) != expected or text[end : label.start()].strip():
             break
         line_end = text.find("\n", label.end())
-        end, expected = (len(text) if line_end < 0 else line_end), expected + 1
+        end = len(text) if line_end < 0 else line_end
+        expected += 1
     return text[end:] if expected - ord("A") >= 3 else text

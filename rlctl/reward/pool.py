@@ -92,7 +92,8 @@ class GradingPool(Scorer):
         num_workers: int | None = None,
         threads: int = 1,
     ) -> None:
-        self._name, self._is_ours = grader, is_ours(grader)
+        self._name = grader
+        self._is_ours = is_ours(grader)
         deadline_s = deadline_s or (DEADLINE_S if self._is_ours else FUNCTION_DEADLINE_S)
         self._kinds_of_responses = LIMITS | ({"error"} if self._is_ours else set())
         self._workers = [
@@ -232,7 +233,8 @@ def _key(sample: Sample) -> str:
 
 def _check_packages(reply: dict[str, Any]) -> None:
     """Raises MissingPackage if a built-in grader could not import a package."""
-    if module := reply["missing"]:
+    module = reply["missing"]
+    if module:
         raise MissingPackage(module)
 
 
@@ -244,8 +246,10 @@ class _GradingProcess:
     """A process of `rlctl.reward.worker`, started at its first use and again after it has ended."""
 
     def __init__(self, grader: str, params: dict[str, Any], deadline_s: float, threads: int = 1) -> None:
-        self._grader, self._threads = grader, threads
-        self._at_once, self._waited_s = 1, 0.0
+        self._grader = grader
+        self._threads = threads
+        self._at_once = 1
+        self._waited_s = 0.0
         self._params = params
         self._deadline_s = deadline_s
         self._is_ours = is_ours(grader)
@@ -265,7 +269,8 @@ class _GradingProcess:
 
     def take_waited(self) -> float:
         """Seconds for which single calls have waited since the last time."""
-        waited_s, self._waited_s = self._waited_s, 0.0
+        waited_s = self._waited_s
+        self._waited_s = 0.0
         return waited_s
 
     def grade_calls(
@@ -354,7 +359,8 @@ class _GradingProcess:
             start_new_session=True,
             bufsize=0,
         )
-        self._number, self._pid = -1, 0
+        self._number = -1
+        self._pid = 0
         reply = self._ask(None, START_DEADLINE_S)
         if isinstance(reply, Failure):
             message = "takes too long" if reply.kind == "time-out" else f"failed: {reply.text}"
@@ -364,13 +370,15 @@ class _GradingProcess:
             self.close()
             raise UsageError(reply["what"], where=reply["where"], fix=reply["fix"])
         self._pid = reply["pid"]
-        self._takes_groups, self.reads_answers = reply["takes_groups"], reply["reads_answers"]
+        self._takes_groups = reply["takes_groups"]
+        self.reads_answers = reply["reads_answers"]
         self.asks = tuple(reply["asks"])
         self._at_once = max(reply["at_once"], 1 if self._is_ours else self._threads)
 
     def close(self) -> None:
         """Ends the process and all processes that it started."""
-        process, self._process = self._process, None
+        process = self._process
+        self._process = None
         if process is None:
             return
         for pipe in (process.stdin, process.stdout):
@@ -434,10 +442,13 @@ class _GradingProcess:
         waiting = b""
         if request is not None:
             waiting = json.dumps({"number": self._number, **request}, default=str).encode() + b"\n"
-        inward, outward = process.stdin.fileno(), process.stdout.fileno()
+        inward = process.stdin.fileno()
+        outward = process.stdout.fileno()
         os.set_blocking(inward, False)  # the process may never read
-        started, cpu_started = time.monotonic(), cpu_seconds(self._pid)
-        received, num_bytes = b"", 0
+        started = time.monotonic()
+        cpu_started = cpu_seconds(self._pid)
+        received = b""
+        num_bytes = 0
         outcome: dict[str, Any] | Failure | None = None
         while outcome is None:
             left = self._time_left(deadline_s, started, cpu_started)

@@ -40,7 +40,14 @@ class Sample:
     def without_thoughts(self) -> Sample:
         """What built-in graders read: the response after its thoughts, which the prompt may open."""
         text = without_thoughts(self.response, self.prompt)
-        return Sample(text, self.ground_truth, "", self.data_source, self.extra_info, self.messages)
+        return Sample(
+            response=text,
+            ground_truth=self.ground_truth,
+            prompt="",
+            data_source=self.data_source,
+            extra_info=self.extra_info,
+            messages=self.messages,
+        )
 
 
 #: Reason why a grading gave no score; see `Failure.kind`.
@@ -199,12 +206,12 @@ class RewardResult:
         """All episodes, with the failures of all results, without answers."""
         before = [result.before_penalty for result in results if result.before_penalty is not None]
         return cls(
-            torch.cat([result.scores for result in results]),
-            torch.cat([result.valid for result in results]),
-            {term: torch.cat([result.parts[term] for result in results]) for term in results[0].parts},
-            [error for result in results for error in result.errors],
-            sum((Counter(result.errors_by_term) for result in results), Counter()),
-            sum((Counter(result.timeouts) for result in results), Counter()),
+            scores=torch.cat([result.scores for result in results]),
+            valid=torch.cat([result.valid for result in results]),
+            parts={term: torch.cat([result.parts[term] for result in results]) for term in results[0].parts},
+            errors=[error for result in results for error in result.errors],
+            errors_by_term=sum((Counter(result.errors_by_term) for result in results), Counter()),
+            timeouts=sum((Counter(result.timeouts) for result in results), Counter()),
             remarks=_joined_remarks(results),
             before_penalty=torch.cat(before) if before else None,
         )

@@ -166,7 +166,8 @@ def _introduces(  # noqa: PLR0911, PLR0912
         tokens = tokens[:-2] if tokens[-2:] in (["of", "them"], ["of", "us"]) else tokens[:-1]
     if all(token in LEADS or token == "," for token in tokens):
         return True
-    last, earlier = tokens[-1], tokens[:-1]
+    last = tokens[-1]
+    earlier = tokens[:-1]
     match last:
         case "=" | "≈":
             return not earlier or earlier[0] not in _SUPPOSES

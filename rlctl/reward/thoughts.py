@@ -80,5 +80,6 @@ def _scan(text: str, thoughts: str | None) -> tuple[str | None, int]:
         if kind.startswith("open"):
             thoughts = thoughts or kind.removeprefix("open")
         elif thoughts in (None, kind.removeprefix("close")):
-            thoughts, end = None, mark.end()
+            thoughts = None
+            end = mark.end()
     return thoughts, end

@@ -269,7 +269,8 @@ def _compare(
 ) -> None:
     if expected is None:
         return
-    end, truth = sample.response[-END_CHARS:], sample.ground_truth[:END_CHARS]
+    end = sample.response[-END_CHARS:]
+    truth = sample.ground_truth[:END_CHARS]
     about = (counts.term, counts.kind, counts.data_source, where)
     graded = GradedCase(*about, end, truth, expected, got)
     if all((example.term, example.kind) != about[:2] for example in trial.examples):

@@ -54,7 +54,8 @@ def main(grader: str, params: dict[str, Any]) -> None:
     """Grades until the input ends, which happens when the pool's process ends."""
     # Separate descriptors for requests and replies, so that the grader's input and output cannot mix with
     # them.
-    requests, replies = os.dup(0), os.dup(1)
+    requests = os.dup(0)
+    replies = os.dup(1)
     os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
     os.dup2(2, 1)
     code = supervise(partial(_serve, grader, params, requests, replies), requests)
@@ -96,7 +97,8 @@ def _serve(grader: str, params: dict[str, Any], requests: int, replies: int) -> 
         for line in lines:
             asked = json.loads(line)
             if "answer_of" in asked:
-                answer, missing = None, None
+                answer = None
+                missing = None
                 try:
                     answer = loaded.answer_of(asked["answer_of"]) if loaded.answer_of else None
                 except Exception as error:  # the score is valid without an answer
@@ -107,7 +109,8 @@ def _serve(grader: str, params: dict[str, Any], requests: int, replies: int) -> 
             else:
                 missing = None
                 samples = [Sample(**one) for one in asked["samples"]]
-                started, computed = time.monotonic(), time.process_time()
+                started = time.monotonic()
+                computed = time.process_time()
                 try:
                     found: Any = loop.result(loaded.begin(samples))
                 except Exception as error:
@@ -299,7 +302,8 @@ def _of_lists(
         arguments |= {"prompts": prompts, "completions": completions, **_OF_TRAINER, **fixed}
         if all(sample.response_ids for sample in samples):
             arguments["completion_ids"] = [list(sample.response_ids) for sample in samples]
-        if missing := sorted(needed - arguments.keys()):
+        missing = sorted(needed - arguments.keys())
+        if missing:
             what = f"the reward function needs {', '.join(missing)}, the data has {', '.join(columns)}"
             raise ValueError(f"{what}; give a parameter a default to make it optional")
         return function(**{k: v for k, v in arguments.items() if takes_all or k in names})
@@ -322,7 +326,8 @@ def _reads_messages(function: Callable[..., Any]) -> bool:
     inner = inspect.unwrap(getattr(function, "func", function))  # of functools.partial
     inner = inner if hasattr(inner, "__code__") else type(inner).__call__  # a callable object
     waiting: list[CodeType] = [inner.__code__] if hasattr(inner, "__code__") else []
-    known, seen = getattr(inner, "__globals__", {}), set()
+    known = getattr(inner, "__globals__", {})
+    seen = set()
     while waiting:
         code = waiting.pop()
         if "content" in code.co_consts:

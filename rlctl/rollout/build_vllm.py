@@ -105,7 +105,8 @@ def training_options(spec: RunSpec, *, reads_images: bool = False) -> dict[str, 
     if reads_images:  # without the vision tower, whose weights are not synced
         options["language_model_only"] = True
     sampling = sampling_of(spec)
-    if listed := listed_tokens(sampling):
+    listed = listed_tokens(sampling)
+    if listed:
         options["max_logprobs"] = max(listed, _MAX_LOGPROBS)
     if sampling.with_experts:
         options["enable_return_routed_experts"] = True

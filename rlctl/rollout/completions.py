@@ -68,11 +68,20 @@ class Completion:
                 kept = _lists(position, ids, listed, is_whole[position], size)
                 kept = TokenLists(kept.counts, kept.ids)
                 reason = reason if is_whole.all() else "abort"
-            if count := sampling.num_most_likely:
+            count = sampling.num_most_likely
+            if count:
                 rank = np.arange(len(position)) - np.searchsorted(position, position)
                 most_likely = _lists(position, ids, listed, rank < count, size)
         experts = None if self.experts is None else torch.from_numpy(self.experts.astype(np.int16))
-        return Turn(token_ids, log_probs, versions, reason, kept, most_likely, experts)
+        return Turn(
+            token_ids=token_ids,
+            log_probs=log_probs,
+            versions=versions,
+            finish_reason=reason,
+            kept=kept,
+            most_likely=most_likely,
+            experts=experts,
+        )
 
     def _sorted(self) -> tuple[Column, Column, Column]:
         """Place, id and log-prob of each listed token, the most likely first, without impossible tokens."""

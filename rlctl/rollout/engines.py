@@ -51,11 +51,13 @@ def build_rollout(context: EngineContext) -> RolloutEngine:
     params = params_of(registered, context.spec.rollout.engine_params)
     engine: RolloutEngine = registered.function(replace(context, params=params))
     methods = ["sample", "close"] if context.model is None else ["sample", "sync_weights", "close"]
-    if message := missing_methods(engine, *methods):
+    message = missing_methods(engine, *methods)
+    if message:
         raise RunFailure(
             message, where=f"rollout.name: {registered.name}", fix="see rlctl/rollout/protocol.py"
         )
-    if problem := call_problem(engine.sample, [], None):
+    problem = call_problem(engine.sample, [], None)
+    if problem:
         fix = "def sample(self, requests, sampling)"
         raise RunFailure(f"sample: {problem}", where=f"rollout.name: {registered.name}", fix=fix)
     return engine
@@ -114,7 +116,8 @@ def spec_outside_training(
         message = f"{name} runs only in servers"
         fix = "choose another engine, such as hf"
         raise UsageError(message, where="rollout.mode", fix=fix)
-    if problems := param_problems(ROLLOUT_ENGINES, name, "rollout.engine_params", rollout.engine_params):
+    problems = param_problems(ROLLOUT_ENGINES, name, "rollout.engine_params", rollout.engine_params)
+    if problems:
         raise SpecError(problems)
     return spec
 

@@ -227,13 +227,16 @@ def _in_columns(
         rest = int((lengths - first).max())
         found = len(runs) * most + len(rows) * rest
         if found < cost and (rest == 1 or most + rest <= window):
-            cost, width, cuts = found, most, first
+            cost = found
+            width = most
+            cuts = first
     in_first = flat.places < flat.spread(cuts)
     size = width + int((lengths - cuts).max())
     columns = flat.places + torch.where(in_first, width - flat.spread(cuts), size - flat.spread(lengths))
     token_ids = torch.full((len(rows), size), pad_id)
     mask = torch.zeros_like(token_ids, dtype=torch.bool)
-    token_ids[flat.index, columns], mask[flat.index, columns] = ids, True
+    token_ids[flat.index, columns] = ids
+    mask[flat.index, columns] = True
     return token_ids, mask, width
 
 
@@ -291,12 +294,14 @@ class RecordingSampler(LogitsProcessor):  # type: ignore[misc]  # transformers i
             tokens = draw(log_probs, self._uniforms[rows, position, None])
         self.tokens[rows, position] = tokens.squeeze(1)
         self.log_probs[rows, position] = log_probs.gather(1, tokens).squeeze(1)
-        if count := self._sampling.num_most_likely:
+        count = self._sampling.num_most_likely
+        if count:
             highest = log_probs.topk(min(count, log_probs.shape[-1]))
             shape = len(self.lengths), highest.values.shape[1]
             ids = self.tokens.new_zeros(shape, dtype=torch.int32)
             values = log_probs.new_zeros(shape)
-            ids[rows], values[rows] = highest.indices.int(), highest.values
+            ids[rows] = highest.indices.int()
+            values[rows] = highest.values
             self._most_likely.append((ids, values))
         self.lengths[rows] += running
         self.stopped[rows] |= running & torch.isin(tokens.squeeze(1), self._end_ids)

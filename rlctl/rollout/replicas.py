@@ -121,7 +121,9 @@ class Replicas:
         log_dir: Path,
         hosts: Sequence[RayHost] = (),
     ) -> None:
-        self._settings, self._server, self._model = settings, settings.server, model
+        self._settings = settings
+        self._server = settings.server
+        self._model = model
         log_dir.mkdir(parents=True, exist_ok=True)
         here = range(self._server.replicas)
         all_hosts: Sequence[LocalHost | RayHost] = hosts or [LocalHost(settings.host) for _ in here]

@@ -28,7 +28,8 @@ class ReportedWeights:
     """
 
     def __init__(self, app: Callable[..., Awaitable[None]]) -> None:
-        self._app, self._version = app, ""
+        self._app = app
+        self._version = ""
 
     async def __call__(self, scope: dict[str, Any], receive: Any, send: Any) -> None:
         """Passes on everything; changes of weights are noted."""

@@ -54,7 +54,8 @@ class EngineProgress:
     """Whether the engine of a server produces tokens; a server whose engine hangs still answers `/health`."""
 
     def __init__(self, url: str) -> None:
-        self._url, self._counted = url, ""
+        self._url = url
+        self._counted = ""
 
     def is_seen(self, timeout: float) -> bool:
         """Whether it has produced tokens since the last call, or produces one within `timeout` seconds.

@@ -61,7 +61,9 @@ class ServerClient:
     def __init__(
         self, urls: list[str], settings: ServerSpec, check: Callable[[], None] | None = None
     ) -> None:
-        self.urls, self._check, self._start_timeout = urls, check, settings.start_timeout
+        self.urls = urls
+        self._check = check
+        self._start_timeout = settings.start_timeout
         # Servers that the run starts are monitored by the process that starts them.
         self.answer_timeout = settings.answer_timeout if settings.urls else math.inf
         self._tls = httpx.create_ssl_context()  # takes 15 ms, so all clients share it

@@ -93,7 +93,8 @@ class LocalHost:
 
     def end(self) -> None:
         """Ends the server and everything it started: first with SIGTERM, then with SIGKILL."""
-        if not (process := self._process):
+        process = self._process
+        if not process:
             return
         for sign in (signal.SIGTERM, signal.SIGKILL):
             with contextlib.suppress(ProcessLookupError):
@@ -140,7 +141,8 @@ class RayHost:
     """Resources for one server on another machine; `OSError`: Ray reports that it or its actor was lost."""
 
     def __init__(self, actor: Any, seconds: float) -> None:
-        self._actor, self._log = actor, Path()
+        self._actor = actor
+        self._log = Path()
         self.host, self.port = self._ask("address", seconds=seconds)
 
     def start(self, arguments: list[str], environment: dict[str, str], model: Path, log: Path) -> None:
@@ -203,7 +205,8 @@ def ray_hosts(count: int, gpus: int, trainer_gpus: int, seconds: float) -> Itera
             PlacementGroupSchedulingStrategy,
         )
 
-        if not (was_connected := ray.is_initialized()):
+        was_connected = ray.is_initialized()
+        if not was_connected:
             ray.init(address=address, log_to_driver=False, logging_level="ERROR")
     except Exception as error:  # of the cluster: ConnectionError, RuntimeError, ValueError
         is_missing = isinstance(error, ImportError)

@@ -62,7 +62,9 @@ class LockedRollout:
     def __init__(
         self, engine: RolloutEngine, lock: EngineLock, *, first: bool, offloadable: Any = None
     ) -> None:
-        self._engine, self._lock, self._first = engine, lock, first
+        self._engine = engine
+        self._lock = lock
+        self._first = first
         self._offloadable = offloadable
 
     @property
@@ -158,6 +160,7 @@ class InFlightRollout:
 
 
 def _checked(engine: Any, turns: Any, requests: Sequence[Request], sampling: Sampling) -> Turns:
-    if fault := wrong_turns(turns, len(requests), sampling):
+    fault = wrong_turns(turns, len(requests), sampling)
+    if fault:
         raise RunFailure(f"{type(engine).__name__}.sample returned {fault}", where="rollout.name")
     return Turns.of(turns)

@@ -33,7 +33,8 @@ def _wrong_columns(turns: Turns, sampling: Sampling) -> str:
     """What is wrong with the columns of all turns; empty: nothing."""
     count = int(turns.lengths.sum())
     for name, dtype in _DTYPES.items():
-        if fault := _wrong_column(name, getattr(turns, name), dtype, count):
+        fault = _wrong_column(name, getattr(turns, name), dtype, count)
+        if fault:
             return fault
     for name, is_asked in sampling.asks_for.items():
         lists = getattr(turns, name)
@@ -58,7 +59,8 @@ def _wrong_turn(turn: Any, name: str, sampling: Sampling) -> str:
         return f"{type(turn).__name__} instead of {name}"
     count = turn.token_ids.numel()
     for column, dtype in _DTYPES.items():
-        if fault := _wrong_column(f"{column} of {name}", getattr(turn, column), dtype, count):
+        fault = _wrong_column(f"{column} of {name}", getattr(turn, column), dtype, count)
+        if fault:
             return fault
     for column, is_asked in sampling.asks_for.items():
         if not is_asked or (column == "experts" and turn.finish_reason == "abort"):

@@ -187,7 +187,8 @@ class VLLMRollout(CompletionRollout):
 
     def _wake(self, *parts: str) -> None:
         """Wakes those of `parts` that are asleep; a part that is awake must not be woken again."""
-        if tags := sorted(self._asleep.intersection(parts)):
+        tags = sorted(self._asleep.intersection(parts))
+        if tags:
             torch.cuda.empty_cache()  # memory cached in the trainer's step; not every vLLM does it
             self._llm.wake_up(tags=tags)
             self._asleep -= set(tags)
@@ -300,7 +301,8 @@ def _generation_config(model_path: str, revision: str | None, trust_remote_code:
 def _not_started(model_path: str, error: Exception) -> RlctlError:  # noqa: PLR0911
     if lost := lost_rank(error):  # vLLM forms groups of its own
         return lost
-    if unknown := re.search(r"unexpected keyword argument '(\w+)'", str(error)):
+    unknown = re.search(r"unexpected keyword argument '(\w+)'", str(error))
+    if unknown:
         from vllm import EngineArgs
 
         names = [field.name for field in fields(EngineArgs)]

@@ -47,7 +47,9 @@ class VLLMServerRollout(CompletionRollout):
         held: contextlib.ExitStack,
     ) -> None:
         super().__init__(context.tokenizer, context.model.generation_config, policy_version=None)
-        self._client, self._weights, self._held = client, weights, held
+        self._client = client
+        self._weights = weights
+        self._held = held
         self._urls = client.urls
         self._rank = context.rank
         self._in_flight = context.spec.rollout.in_flight
@@ -127,7 +129,8 @@ class VLLMServerRollout(CompletionRollout):
         self, number: int, requests: Mapping[int, Request], sampling: Sampling, *, is_ahead: bool
     ) -> dict[int, Completion]:
         """The completions of requests to one server; it gets those again that it has failed to answer."""
-        client, weights = self._client, self._weights
+        client = self._client
+        weights = self._weights
         completions: dict[int, Completion] = {}
         tries_left = TRIES  # in a row that bring nothing
         while tries_left:
@@ -223,7 +226,8 @@ class VLLMServerRollout(CompletionRollout):
 
 def _check(completion: Completion, limit: int) -> None:
     """Raises a `ValueError` for what no engine samples: it would train on wrong numbers."""
-    ids, log_probs = completion.token_ids, completion.log_probs
+    ids = completion.token_ids
+    log_probs = completion.log_probs
     if not len(ids) == len(log_probs) <= limit:
         raise ValueError(f"{len(ids)} tokens, {len(log_probs)} log-probs, of at most {limit}")
     if len(ids) and (ids.min() < 0 or np.nanmax(log_probs, initial=-np.inf) > _ROUNDING):
@@ -262,7 +266,8 @@ def generated(answer: bytes, versions: Mapping[str, int]) -> Completion | None:
     """
     [choice] = json.loads(answer)["choices"]
     if "weight_versions" not in choice:
-        message, fix = "the server does not report which weights sampled a token", "use vLLM 0.32 or newer"
+        message = "the server does not report which weights sampled a token"
+        fix = "use vLLM 0.32 or newer"
         raise RunFailure(message, where="rollout.in_flight", fix=fix)
     spans = choice["weight_versions"] or []
     tokens = choice["logprobs"]["content"]
@@ -273,13 +278,13 @@ def generated(answer: bytes, versions: Mapping[str, int]) -> Completion | None:
     lists = [token["top_logprobs"] for token in tokens]
     together = list(chain.from_iterable(lists))
     return Completion(
-        np.array([token["token_id"] for token in tokens], dtype=np.int64),
-        np.array([token["logprob"] for token in tokens], dtype=np.float32),
-        choice.get("finish_reason"),
-        (
+        token_ids=np.array([token["token_id"] for token in tokens], dtype=np.int64),
+        log_probs=np.array([token["logprob"] for token in tokens], dtype=np.float32),
+        finish_reason=choice.get("finish_reason"),
+        listed=(
             np.array([len(tokens) for tokens in lists], dtype=np.int64),
             np.array([token["token_id"] for token in together], dtype=np.int64),
             np.array([token["logprob"] for token in together], dtype=np.float32),
         ),
-        np.repeat(np.array(known, dtype=np.int64), lengths),
+        versions=np.repeat(np.array(known, dtype=np.int64), lengths),
     )

@@ -42,7 +42,8 @@ class GlooWeightTransferEngine(NCCLWeightTransferEngine):  # type: ignore[misc] 
 
     def init_transfer_engine(self, init_info: Any) -> None:
         """Joins the trainer's group."""
-        own, parallel = init_info, self.parallel_config
+        own = init_info
+        parallel = self.parallel_config
         rank = parallel.data_parallel_index * parallel.world_size + parallel.rank + own.rank_offset
         self.group = join_gloo(own.master_address, own.master_port, rank, own.world_size)
 

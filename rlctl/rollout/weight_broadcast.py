@@ -50,7 +50,9 @@ class WeightBroadcast:
     """Sends weights to all servers, from the main rank."""
 
     def __init__(self, client: ServerClient, expected: ExpectedWeights, device: torch.device) -> None:
-        self._client, self._expected, self._device = client, expected, device
+        self._client = client
+        self._expected = expected
+        self._device = device
         self._group: _NcclGroup | _GlooGroup | None = None
 
     @property
@@ -133,7 +135,8 @@ class _NcclGroup:
     """
 
     def __init__(self, device: torch.device, world_size: int) -> None:
-        self.world_size, self._device = world_size, device
+        self.world_size = world_size
+        self._device = device
         with IsolatedState().running():
             from vllm.distributed.device_communicators.pynccl import NCCLLibrary
 

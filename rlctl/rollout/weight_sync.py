@@ -73,15 +73,21 @@ class WeightSync:
         starts_empty: bool = False,
     ) -> None:
         rollout = context.spec.rollout
-        self._client, self._rank, self._agree = client, context.rank, context.agree
-        self._published, self._replicas, self._adapters = published, replicas, adapters
+        self._client = client
+        self._rank = context.rank
+        self._agree = context.agree
+        self._published = published
+        self._replicas = replicas
+        self._adapters = adapters
         self._takes_adapter = context.spec.syncs_adapter
         self._starts_empty = starts_empty
         self.broadcast = broadcast
         self._needs_broadcast = rollout.server.weight_transfer == "broadcast"
-        self._in_flight, self.cache = rollout.in_flight, rollout.stale_cache
+        self._in_flight = rollout.in_flight
+        self.cache = rollout.stale_cache
         self._renewing = {url: asyncio.Lock() for url in client.urls}
-        self.newest, self.salt = PublishedPaths(), ""
+        self.newest = PublishedPaths()
+        self.salt = ""
         self.versions: dict[str, int] = {}
         self.lost: set[str] = set()
         self.notes: list[str] = []
@@ -110,7 +116,9 @@ class WeightSync:
             if self._starts_empty and not self.newest.tag and self._published and self._replicas:
                 self._published.write_config()  # they receive their weights afterwards
                 self._replicas.start()
-        last, newest, has_files = self.newest, self.newest, False
+        last = self.newest
+        newest = self.newest
+        has_files = False
         with failing_together(self._agree):
             try:
                 if self._rank == 0:
@@ -140,7 +148,8 @@ class WeightSync:
             if self._in_flight:  # chunk by chunk: until the last one, the weights are a mixture
                 self._client.run(self._client.everywhere(self.pause))
             self.broadcast.send(weights)
-            weights, weights_path = None, ""
+            weights = None
+            weights_path = ""
         if weights is not None:
             assert self._published is not None
             weights_path = str(self._published.write(weights, policy_version))

@@ -80,7 +80,8 @@ class VersionedDir:
         if self._before and self._before != target:
             shutil.rmtree(self._before, ignore_errors=True)
         if self._newest != target:
-            self._before, self._newest = self._newest, target
+            self._before = self._newest
+            self._newest = target
         return target
 
     def latest(self) -> Path:
@@ -164,7 +165,8 @@ def chunks(
     for names, tensor in weights:
         if chunk and (size >= num_bytes or tensor.dtype != next(iter(chunk.values())).dtype):
             yield chunk
-            chunk, size = {}, 0
+            chunk = {}
+            size = 0
         for name in names:
             chunk[name] = tensor.detach().to(device, copy=True).contiguous()
             size += tensor.nbytes

@@ -46,7 +46,9 @@ class Recorded:
     """
 
     def __init__(self, section: Section, read: set[str], prefix: str = "") -> None:
-        self._section, self._read, self._prefix = section, read, prefix
+        self._section = section
+        self._read = read
+        self._prefix = prefix
 
     def __getattr__(self, name: str) -> Any:
         key = f"{self._prefix}{name}"
@@ -299,7 +301,8 @@ def own_engine_has_own_memory(spec: RunSpec) -> Problems:
 @spec_check
 def shards_fit_the_ranks(spec: RunSpec) -> Problems:
     """`shard_size` needs sharded weights, and groups of equal size."""
-    size, engine = spec.engine.shard_size, spec.engine
+    size = spec.engine.shard_size
+    engine = spec.engine
     if size is None:
         return
     if not (engine.name == "fsdp" or (engine.name == "deepspeed" and engine.zero_stage == 3)):
@@ -369,7 +372,8 @@ def rewards_are_complete(spec: RunSpec) -> Problems:
         )
     names = {term.name for term in reward.terms or []} or {reward.name}
     labels = [term.label for term in reward.all_terms]
-    if doubled := sorted({label for label in labels if labels.count(label) > 1} | ({OVERLONG} & set(labels))):
+    doubled = sorted({label for label in labels if labels.count(label) > 1} | ({OVERLONG} & set(labels)))
+    if doubled:
         message = f"{', '.join(doubled)} would name two rewards in the metrics"
         fix = "add the weights up in one term, or give a function another name"
         yield error("reward.terms" if reward.terms else "reward.name", message, fix)

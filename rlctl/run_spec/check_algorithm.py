@@ -107,7 +107,8 @@ def critic_has_a_use(spec: RunSpec) -> Problems:
 @spec_check
 def critic_batch_is_whole(spec: RunSpec) -> Problems:
     """Rows are assigned to ranks by the actor's mini-batches; the critic's must consist of whole ones."""
-    mini, (batch, actor) = spec.critic_mini_batch_size, fitting_batch(spec)
+    mini = spec.critic_mini_batch_size
+    batch, actor = fitting_batch(spec)
     if not spec.trains_critic or not spec.critic.ppo_mini_batch_size:
         return
     if mini % actor or batch % mini:

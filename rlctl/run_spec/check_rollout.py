@@ -134,7 +134,8 @@ def engine_supports_it(spec: RunSpec) -> Problems:
         message = f"{ranks} ranks of a node cannot form groups of {shared}, which run one engine each"
         fix = "use a divisor of trainer.n_gpus_per_node, or set rollout.mode: server"
         yield error("rollout.tensor_model_parallel_size", message, fix)
-    if unclear := [url for url in urls if not url.startswith(("http://", "https://"))]:
+    unclear = [url for url in urls if not url.startswith(("http://", "https://"))]
+    if unclear:
         message = f"not an address of a server: {', '.join(unclear)}"
         yield error("rollout.server.urls", message, "write http://host:port")
     if rollout.temperature < engine.min_temperature:
@@ -158,7 +159,8 @@ def engine_supports_it(spec: RunSpec) -> Problems:
 @spec_check
 def sampling_ahead_is_possible(spec: RunSpec) -> Problems:
     """Sampling ahead needs an engine that can sample while the trainer trains."""
-    rollout, engine = spec.rollout, spec.rollout_engine
+    rollout = spec.rollout
+    engine = spec.rollout_engine
     if not rollout.max_staleness:
         return
     if rollout.staleness:
@@ -174,7 +176,8 @@ def sampling_ahead_is_possible(spec: RunSpec) -> Problems:
 @spec_check
 def sampling_in_flight_is_possible(spec: RunSpec) -> Problems:
     """Only engines in separate processes, which report the version of each token, sample during a sync."""
-    rollout, key = spec.rollout, "rollout.in_flight"
+    rollout = spec.rollout
+    key = "rollout.in_flight"
     if rollout.paces and not rollout.in_flight:
         message = "only sampling in flight can be paced"
         yield error("rollout.beyond_max_age", message, "write drop, or set rollout.in_flight: true")

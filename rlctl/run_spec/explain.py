@@ -69,7 +69,8 @@ class BatchArithmetic:
         if self.num_batches is None and num_rows is not None:
             self.num_batches = num_rows * spec.trainer.total_epochs // prompts
         #: optimizer steps of the policy, per batch and in the whole run
-        self.steps_per_batch, self.total_steps = spec.updates_per_batch, None
+        self.steps_per_batch = spec.updates_per_batch
+        self.total_steps = None
         if self.num_batches is not None:
             trained = max(self.num_batches - spec.trainer.critic_warmup, 0)
             self.total_steps = trained * self.steps_per_batch
@@ -84,7 +85,8 @@ def bands(spec: RunSpec) -> list[Band]:
     explained = []
     if rules.weight.level is not None:
         explained.append(_weight_band(rules.weight, is_measured_only=is_measured_only))
-    if clip := POLICY_LOSSES.part(loss.name).clip:
+    clip = POLICY_LOSSES.part(loss.name).clip
+    if clip:
         explained.append(_clip_band(clip, loss, bypass=correction.bypass_mode))
     return explained + [_reject_band(rule) for rule in rules.reject]
 
@@ -199,7 +201,14 @@ def _weight_band(rule: WeightRule, *, is_measured_only: bool) -> Band:
         outside = "measured, not applied: the loss's own ratio is the correction"
     is_basic = weight.name in ("token", "sequence", "geometric")
     bounds = weight.label if is_basic or not weight.formula else f"w = {weight.formula}: {weight.label}"
-    return Band("IS weight", lower, upper, bounds, outside, "ρ" if is_basic else "w")
+    return Band(
+        name="IS weight",
+        lower=lower,
+        upper=upper,
+        bounds=bounds,
+        outside=outside,
+        symbol="ρ" if is_basic else "w",
+    )
 
 
 def criterion_bands(name: str) -> dict[str, str]:
@@ -216,7 +225,13 @@ def _clip_band(clip: ClipBand, loss: LossRule, *, bypass: bool) -> Band:
     outside = clip.outside
     if loss.clip_c is not None:
         outside += f"; for negative advantages none above {loss.clip_c:g} either"
-    return Band(clip.name, max(0.0, 1.0 - loss.clip_low), 1.0 + loss.clip_high, subject, outside)
+    return Band(
+        name=clip.name,
+        lower=max(0.0, 1.0 - loss.clip_low),
+        upper=1.0 + loss.clip_high,
+        bounds=subject,
+        outside=outside,
+    )
 
 
 def _reject_band(rule: RejectRule) -> Band:
@@ -227,7 +242,14 @@ def _reject_band(rule: RejectRule) -> Band:
         part = REJECTION_CRITERIA.part(rule.statistic)
         least = -math.inf if rule.lower is None else rule.lower
         most = math.inf if rule.upper is None else rule.upper
-        return Band(rule.name, least, most, part.label, outside, part.formula or "the value")
+        return Band(
+            name=rule.name,
+            lower=least,
+            upper=most,
+            bounds=part.label,
+            outside=outside,
+            symbol=part.formula or "the value",
+        )
     is_product = rule.statistic in {"ratio", "k1"}
     subjects = {
         "none": "each token's ρ",

@@ -50,7 +50,8 @@ def _json_schema(name: str | None) -> dict[str, Any]:
         raise UsageError(f"no such section: {name}", fix=f"one of {', '.join(sorted(known_sections()))}")
     content = section.model_json_schema()
     for part in (content, *content.get("$defs", {}).values()):
-        if criteria := part["properties"].get("rollout_rs"):
+        criteria = part["properties"].get("rollout_rs")
+        if criteria:
             criteria["examples"] = criteria_names()
     return content
 
@@ -84,7 +85,8 @@ def _rows(content: dict[str, Any], definitions: dict[str, Any], prefix: str) -> 
         default = json.dumps(field.get("default"), ensure_ascii=False)
         meaning = " ".join(field.get("description", "").split())
         kind = _type(field, definitions)
-        if names := ", ".join(f"`{example}`" for example in field.get("examples", [])):
+        names = ", ".join(f"`{example}`" for example in field.get("examples", []))
+        if names:
             kind += f", such as {names}"
         yield KeyRow(f"{prefix}{name}", kind, default, meaning)
 

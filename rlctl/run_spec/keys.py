@@ -116,7 +116,8 @@ def advice_for(key: str) -> str | None:
         is_below = name.endswith(".") and key.startswith(name)
         if is_below or f".{name}".endswith(f".{key}") or f".{key}".endswith(f".{name}"):
             return advice
-    if nearest := nearest_key(key):
+    nearest = nearest_key(key)
+    if nearest:
         return f"did you mean `{nearest}`?"
     section = key.rpartition(".")[0]
     if section not in known_sections():
@@ -129,7 +130,8 @@ def fields_of_items(key: str) -> list[str]:
     """Field names of the items of the list at `key`; empty if the items are plain values."""
 
     def items(annotation: Any) -> list[str]:
-        if section := _section_of(annotation):
+        section = _section_of(annotation)
+        if section:
             return list(section.model_fields)
         return [name for argument in get_args(annotation) for name in items(argument)]
 
@@ -164,7 +166,8 @@ def nearest_key(key: str) -> str | None:
     if by_leaf:
         return closest(short, by_leaf, cutoff=0.0)
     siblings = {known.rpartition(".")[2]: known for known in leaves if known.rpartition(".")[0] == parent}
-    if sibling := closest(leaf, siblings):
+    sibling = closest(leaf, siblings)
+    if sibling:
         return siblings[sibling]
     if parent in known_sections():  # the section is correct, so a similar key of another one is not meant
         return None
@@ -181,7 +184,8 @@ def _fields_of(section: type[Section], prefix: str = "") -> Iterator[tuple[str, 
     """Yields the dotted key and the field of every value and section below `section`."""
     for name, info in section.model_fields.items():
         yield f"{prefix}{name}", info
-        if nested_section := _section_of(info.annotation):
+        nested_section = _section_of(info.annotation)
+        if nested_section:
             yield from _fields_of(nested_section, f"{prefix}{name}.")
 
 

@@ -37,7 +37,8 @@ class Lengths:
         def cut(median: float) -> list[float]:
             return [min(median * math.exp(_SPREAD * score), float(self.limit)) for score in scores]
 
-        low, high = 0.0, self.limit * math.exp(_SPREAD * scores[-1])
+        low = 0.0
+        high = self.limit * math.exp(_SPREAD * scores[-1])
         for _ in range(60):  # bisection: the mean rises with the median
             middle = (low + high) / 2
             low, high = (middle, high) if sum(cut(middle)) < self.response * _QUANTILES else (low, middle)

@@ -135,7 +135,14 @@ def load_spec(
             found = flat({name: value}, keeps_empty=True, whole=whole)
             twice = sorted(found.keys() & values.keys())
             problems += [
-                Problem("error", key, "given twice", "keep one of the values", "values") for key in twice
+                Problem(
+                    severity="error",
+                    key=key,
+                    what="given twice",
+                    fix="keep one of the values",
+                    where="values",
+                )
+                for key in twice
             ]
             values |= found
         _put_over(leaves, {key: _leaf_of_value(value, origin_of_values) for key, value in values.items()})
@@ -224,7 +231,15 @@ def _read_preset(preset: str, given: Origin, problems: list[Problem]) -> dict[st
     looks_like_path = path.suffix in {".yaml", ".yml"} or len(path.parts) > 1
     fix = None if looks_like_path else did_you_mean(preset, known, "see `rlctl presets list`", cutoff=0.4)
     message = f"no such {'file' if looks_like_path else 'preset'}: `{preset}`"
-    problems.append(Problem("error", "", message, fix, str(given)))
+    problems.append(
+        Problem(
+            severity="error",
+            key="",
+            what=message,
+            fix=fix,
+            where=str(given),
+        )
+    )
     return {}
 
 
@@ -246,7 +261,15 @@ def _read_file(path: Path, origin: Origin, problems: list[Problem]) -> dict[str,
     ):
         message = "this is a configuration of another framework"
         fix = f"rlctl import {path} --output spec.yaml"
-        problems.append(Problem("error", "", message, fix, str(path)))
+        problems.append(
+            Problem(
+                severity="error",
+                key="",
+                what=message,
+                fix=fix,
+                where=str(path),
+            )
+        )
     return {key: leaf for key, leaf in source.leaves.items() if key != DESCRIPTION}
 
 
@@ -279,7 +302,15 @@ def _read_overrides(overrides: Iterable[str], origin: Origin, problems: list[Pro
             leaves[key] = read_value(text, origin, takes_mapping=takes_mapping(key))
         except ValueError as error:
             message = str(error) if argument in str(error) else f"`{argument}`: {error}"
-            problems.append(Problem("error", "", message, _override_fix(argument), str(origin)))
+            problems.append(
+                Problem(
+                    severity="error",
+                    key="",
+                    what=message,
+                    fix=_override_fix(argument),
+                    where=str(origin),
+                )
+            )
     return leaves
 
 
@@ -383,7 +414,13 @@ def _within(key: str, location: tuple[int | str, ...]) -> str:
 
 
 def _problem(key: str, leaf: Leaf, what: str, fix: str | None = None) -> Problem:
-    return Problem("error", key, what, fix, str(leaf.origin))
+    return Problem(
+        severity="error",
+        key=key,
+        what=what,
+        fix=fix,
+        where=str(leaf.origin),
+    )
 
 
 def _key_of(location: tuple[int | str, ...]) -> str:

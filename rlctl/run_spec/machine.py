@@ -104,7 +104,9 @@ def machine_of(name: str | None) -> Machine:
     if not match or match[3] not in CARDS or not (int(match[2]) and int(match[1] or 1)):
         fix = f"choose from {', '.join(MACHINES)}; or write a number of GPUs and a card, such as 4xa100: "
         raise UsageError(f"no machine {name}", where="--machine", fix=fix + ", ".join(CARDS))
-    nodes, gpus, card = int(match[1] or 1), int(match[2]), CARDS[match[3]]
+    nodes = int(match[1] or 1)
+    gpus = int(match[2])
+    card = CARDS[match[3]]
     network = _NETWORKS[0] if card.link > card.bus else _NETWORKS[1]
     host = gpus * card.host
     sizes = (card.memory, host, host / 2)
@@ -170,7 +172,8 @@ def native_dtype() -> tuple[Literal["fp32", "bf16"], str]:
         if lowest >= _BF16_CAPABILITY:
             return "bf16", "default: the GPU computes it"
         return "fp32", f"default: a GPU of compute capability {lowest:g} has no bf16"
-    if found := [name for flag, name in _BF16_FLAGS.items() if flag in _cpu_flags()]:
+    found = [name for flag, name in _BF16_FLAGS.items() if flag in _cpu_flags()]
+    if found:
         return "bf16", f"default: the CPU computes it ({found[0]})"
     return "fp32", "default: this machine has no bf16 arithmetic"
 

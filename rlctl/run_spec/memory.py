@@ -121,7 +121,8 @@ def rollout_workspace(spec: RunSpec, shape: Shape | None, gpu_bytes: float | Non
     """
     if not (spec.rollout_engine.forms_batches and shape and gpu_bytes):
         return []
-    sequences, width = spec.rollout.max_num_seqs or sequences_at_once(gpu_bytes), spec.rollout_width
+    sequences = spec.rollout.max_num_seqs or sequences_at_once(gpu_bytes)
+    width = spec.rollout_width
     tokens = (_AT_ONCE if gpu_bytes >= _LARGE_GPU else _AT_ONCE_SMALL_GPU)[1]
     largest = max(
         tokens * 3 * (shape.hidden + shape.inner) * width,
@@ -150,7 +151,8 @@ class _Layer:
         the up projection. With eager attention the peak may be at the softmax, whose gradient is float32; the
         tensors saved by the feed-forward layer, and the cast scores, are freed by then.
         """
-        shape, width = self.shape, self.width
+        shape = self.shape
+        width = self.width
         widest = 2 * width * shape.inner
         if self.model.attn_implementation == "eager":
             scores = (8 if width == 4 else 8 - width) * shape.heads * self.length
@@ -163,7 +165,9 @@ class _Layer:
         Each norm saves its input in float32, the scaled input if its weight is trained, and its output if a
         trained matrix reads it. Instead of the first two, Liger's norms save the input in the engine's dtype.
         """
-        lora, width, adapted = self.model.lora_rank, self.width, _adapted(self.model, self.shape)
+        lora = self.model.lora_rank
+        width = self.width
+        adapted = _adapted(self.model, self.shape)
         readers = {"q_proj", "k_proj", "v_proj"}, {"gate_proj", "up_proj"}
         outputs = sum(bool(read.intersection(adapted)) for read in readers) if lora else 2
         each = width if self.model.use_liger else 4 + (0 if lora else width)
@@ -173,7 +177,9 @@ class _Layer:
 
     def _attention(self) -> int:
         """Queries, keys, values, the output, and what the kernel saves of the softmax."""
-        shape, width, kernel = self.shape, self.width, self.model.attn_implementation
+        shape = self.shape
+        width = self.width
+        kernel = self.model.attn_implementation
         if kernel == "eager":  # the softmax in float32, and cast to the dtype of the values
             return 4 * width * shape.queries + (4 if width == 4 else 4 + width) * shape.heads * self.length
         # With a mask, kernels need keys and values repeated per head. All save a log-sum-exp per head.
@@ -204,12 +210,16 @@ class _Estimate:
     """Computes the parts of the estimate for one spec."""
 
     def __init__(self, spec: RunSpec, size: ModelSize, gpu_bytes: float | None) -> None:
-        self.spec, self.policy, self.gpu_bytes = spec, size, gpu_bytes
-        self.width, self.stage = spec.engine.width, spec.engine.effective_stage
+        self.spec = spec
+        self.policy = size
+        self.gpu_bytes = gpu_bytes
+        self.width = spec.engine.width
+        self.stage = spec.engine.effective_stage
         self.length = spec.max_length
 
     def parts(self) -> list[MemoryPart]:
-        spec, policy = self.spec, self.policy
+        spec = self.spec
+        policy = self.policy
         parts = self._trained(policy, adapter_parameters(spec, policy))
         if spec.engine.offload_base:
             parts[0] = replace(
@@ -231,9 +241,11 @@ class _Estimate:
         for further in further_models(spec):
             parameters = size_at(spec.model, further.path).num_parameters
             parts.append(self._part(f"{further.role}'s weights", parameters, self.width, 3))
-        reward, terms = spec.reward.model, spec.reward.all_terms
+        reward = spec.reward.model
+        terms = spec.reward.all_terms
         if reward.path and reward.device is None and any(term.name == "model" for term in terms):
-            size, width = size_at(spec.model, reward.path), {"fp32": 4, "bf16": 2}[reward.dtype]
+            size = size_at(spec.model, reward.path)
+            width = {"fp32": 4, "bf16": 2}[reward.dtype]
             parts.append(self._part("reward model's weights", size.num_parameters, width, 4))  # not sharded
         if not spec.has_rollout_servers:
             parts += [*rollout_workspace(spec, policy.shape, self.gpu_bytes), self._cache()]
@@ -248,7 +260,9 @@ class _Estimate:
 
         `adapters` is the number of LoRA parameters; None: all parameters that text uses are trained.
         """
-        width, stage, offload = self.width, self.stage, self.spec.engine.offload
+        width = self.width
+        stage = self.stage
+        offload = self.spec.engine.offload
         parameters = size.num_parameters
         trained = size.num_trainable if adapters is None else adapters
         at_once = trained if stage or trained is None else min(trained, PLAIN_BUCKET)
@@ -297,27 +311,31 @@ class _Estimate:
 
         Responses of one prompt share it, as many as fit into a row.
         """
-        length, n = self.length, self.spec.rollout.n
+        length = self.length
+        n = self.spec.rollout.n
         siblings = min(n, micro)
         apart = _Rows(micro * length, length)
         if has_no_mask(model.attn_implementation) or (shape.window or length) < length:
             return apart
         # The last token of a response is not an input: no scored token follows it.
-        prompt, response = self.spec.data.max_prompt_length, max(self.spec.data.max_response_length - 1, 1)
+        prompt = self.spec.data.max_prompt_length
+        response = max(self.spec.data.max_response_length - 1, 1)
         width = max(prompt + response, packed_width(shape.hidden))
         together = min(siblings, (width - prompt) // response)
         if together < 2:
             return apart
         # If a group is split over two micro-batches, its prompt is in both.
         groups = -(-micro // siblings) + bool(micro % n and n % micro)
-        units, unit = groups * -(-siblings // together), prompt + together * response
+        units = groups * -(-siblings // together)
+        unit = prompt + together * response
         in_one_row = min(units, width // unit)
         tokens = -(-units // in_one_row) * in_one_row * unit
         return min(_Rows(tokens, in_one_row * unit), apart, key=lambda rows: rows.tokens)
 
     def _sampling_copy(self) -> MemoryPart:
         """The rollout engine's weights; an engine that sleeps frees them during training."""
-        width, shared = self.spec.rollout_width, self.spec.rollout.tensor_model_parallel_size
+        width = self.spec.rollout_width
+        shared = self.spec.rollout.tensor_model_parallel_size
         parameters = self.policy.num_parameters
         num_bytes = None if parameters is None else parameters * width / shared
         phases = ("generation",) if self.spec.engine_sleeps else ()
@@ -325,7 +343,8 @@ class _Estimate:
 
     def _listed_tokens(self, count: int, waiting: int) -> MemoryPart:
         """Lists of the most likely tokens, of the batch in training and of those that wait."""
-        spec, batches = self.spec, 1 + waiting
+        spec = self.spec
+        batches = 1 + waiting
         rows = -(-spec.data.train_batch_size * spec.rollout.n // spec.data_ranks)
         length = spec.data.max_response_length
         num_bytes = 8.0 * count * batches * rows * length
@@ -333,7 +352,9 @@ class _Estimate:
 
     def _cache(self) -> MemoryPart:
         """Key-value cache of all sequences that are sampled at once."""
-        spec, shape, width = self.spec, self.policy.shape, self.spec.rollout_width
+        spec = self.spec
+        shape = self.policy.shape
+        width = self.spec.rollout_width
         if shape is None:
             return _unknown("key-value cache", ("generation",))
         share = -(-spec.data.train_batch_size * spec.rollout.n // spec.world_size)
@@ -343,7 +364,8 @@ class _Estimate:
         keys = max(shape.keys // shared, shape.head_dim)
         one = 2 * (shape.layers - shape.linear_layers) * keys * self.length * width
         if spec.rollout_engine.forms_batches:  # its share of the GPU sets the size of the cache
-            utilization, weights = spec.rollout.gpu_memory_utilization, self._sampling_copy().num_bytes
+            utilization = spec.rollout.gpu_memory_utilization
+            weights = self._sampling_copy().num_bytes
             if self.gpu_bytes is None or weights is None:
                 note = f"of one sequence; vLLM has {utilization:.0%} of the GPU in all"
                 return MemoryPart("key-value cache", one, ("generation",), note)
@@ -355,8 +377,11 @@ class _Estimate:
 
     def _policy_pass(self) -> list[MemoryPart]:
         """The policy's largest forward and backward pass: layers, and output head on the responses."""
-        spec, shape, width = self.spec, self.policy.shape, self.width
-        micro, budget = spec.actor.ppo_micro_batch_size_per_gpu, spec.actor.ppo_max_token_len_per_gpu
+        spec = self.spec
+        shape = self.policy.shape
+        width = self.width
+        micro = spec.actor.ppo_micro_batch_size_per_gpu
+        budget = spec.actor.ppo_max_token_len_per_gpu
         parts = self._layers_pass(spec.model, shape, (micro, budget), ("head", "layers"))
         if shape is None:
             return [*parts, _unknown("logits and their gradient", ("head",))]
@@ -394,8 +419,10 @@ class _Estimate:
         rows = self._rows(model, shape, micro)
         tokens = budget or rows.tokens
         layer = _Layer(model, shape, self.length if budget else rows.length, self.width)
-        kept, back = layer.kept(), layer.backward()
-        if (shared := self.spec.engine.sequence_parallel) > 1:
+        kept = layer.kept()
+        back = layer.backward()
+        shared = self.spec.engine.sequence_parallel
+        if shared > 1:
             tokens = budget or -(-tokens // shared)
             kept += (shared - 1) * layer.mask  # each rank has all of it
         if model.enable_gradient_checkpointing:  # only the layer's input is saved; the rest is recomputed

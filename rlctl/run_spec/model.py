@@ -124,7 +124,8 @@ class EmbeddedRecipe:
     @property
     def num_parameters(self) -> int:
         """Parameters of the Llama model these numbers describe (embeddings untied)."""
-        hidden, inner = self.hidden_size, self.intermediate_size
+        hidden = self.hidden_size
+        inner = self.intermediate_size
         attention = 4 * hidden * hidden
         layer = attention + 3 * hidden * inner + 2 * hidden  # two norms
         return self.num_layers * layer + 2 * len(VOCABULARY) * hidden + hidden

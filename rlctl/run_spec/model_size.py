@@ -111,8 +111,15 @@ def model_size(spec: ModelSpec) -> ModelSize:
             return size
         read = None if size.num_read_by_text is None else _read_by_text(shapes, size.shape)
         counted = sum(map(math.prod, shapes.values()))
-        return ModelSize("safetensors headers", counted, size.shape, read, size.num_idle)
-    if published := PUBLISHED.get(spec.path):
+        return ModelSize(
+            source="safetensors headers",
+            num_parameters=counted,
+            shape=size.shape,
+            num_read_by_text=read,
+            num_idle=size.num_idle,
+        )
+    published = PUBLISHED.get(spec.path)
+    if published:
         return published
     match = _SIZE_IN_NAME.search(spec.path)
     if match:
@@ -135,7 +142,8 @@ def checkpoint_bytes(spec: RunSpec) -> int | None:
     Batches sampled ahead are not included. None: a model's size is unknown.
     """
     size = model_size(spec.model)
-    policy, trained = size.num_parameters, size.num_trainable
+    policy = size.num_parameters
+    trained = size.num_trainable
     critic = size_at(spec.model, spec.critic.path).num_trainable if spec.trains_critic else 0
     if policy is None or trained is None or critic is None:
         return None
@@ -252,7 +260,13 @@ def _from_config(whole: dict[str, Any]) -> ModelSize:
     read = embeddings + layers * layer
     others = [part for name, part in whole.items() if name != "text_config" and name.endswith("_config")]
     towers = sum(_tower(other) for other in others if isinstance(other, dict)) if reads_more else 0
-    return ModelSize("config.json", read + towers, shape, read if reads_more else None, idle)
+    return ModelSize(
+        source="config.json",
+        num_parameters=read + towers,
+        shape=shape,
+        num_read_by_text=read if reads_more else None,
+        num_idle=idle,
+    )
 
 
 def _window(config: dict[str, Any]) -> int | None:
@@ -297,7 +311,17 @@ def _read_published() -> Iterator[tuple[str, ModelSize]]:
         numbers = [int(word) for word in words if word.isdecimal()]
         num_parameters, layers, hidden, inner, heads, kv_heads, head_dim, vocab, *others = numbers
         norms, window, read_by_text = [*others, 0, 0, 0][:3]
-        shape = Shape(layers, hidden, inner, heads, kv_heads, head_dim, vocab, bool(norms), window or None)
+        shape = Shape(
+            layers=layers,
+            hidden=hidden,
+            inner=inner,
+            heads=heads,
+            kv_heads=kv_heads,
+            head_dim=head_dim,
+            vocab=vocab,
+            norms_heads=bool(norms),
+            window=window or None,
+        )
         size = ModelSize(source, num_parameters, shape, read_by_text or None)
         yield from ((word, size) for word in words if not word.isdecimal())
 

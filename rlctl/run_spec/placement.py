@@ -89,11 +89,15 @@ class Placement:
     def __init__(
         self, spec: RunSpec, size: ModelSize, machine: Machine, mean_response: float | None = None
     ) -> None:
-        self.spec, self.size, self.machine, self.mean_response = spec, size, machine, mean_response
+        self.spec = spec
+        self.size = size
+        self.machine = machine
+        self.mean_response = mean_response
         data = spec.data
         self.lengths = Lengths.of(data.max_prompt_length, data.max_response_length, mean_response)
         self.work = StepWork(spec, size, machine, self.lengths)
-        self.width, self.stage = spec.engine.width, spec.engine.effective_stage
+        self.width = spec.engine.width
+        self.stage = spec.engine.effective_stage
         self.ranks = spec.trainer.n_gpus_per_node
         self.sampling_width = spec.rollout_width
         #: GPUs of one rollout engine in the trainer's processes.
@@ -124,7 +128,8 @@ class Placement:
     @property
     def _saves_in_background(self) -> bool:
         """Whether checkpoints are written during training, if the host's memory suffices."""
-        wish, size = self.spec.trainer.save_in_background, self._checkpoint_bytes
+        wish = self.spec.trainer.save_in_background
+        size = self._checkpoint_bytes
         return size > 0 and (size >= BACKGROUND_BYTES if wish is None else wish)
 
     @cached_property
@@ -152,7 +157,10 @@ class Placement:
         return sum(item.num_bytes or 0.0 for item in self.host_parts if item.is_shared)
 
     def _host_parts(self) -> Iterator[MemoryPart]:
-        spec, ranks, parameters, whole = self.spec, self.ranks, self.size.num_parameters, self.whole
+        spec = self.spec
+        ranks = self.ranks
+        parameters = self.size.num_parameters
+        whole = self.whole
         on_gpu = self.machine.gpus > 0
         if on_gpu:
             yield MemoryPart("processes", ranks * _PROCESS_BYTES)
@@ -183,7 +191,8 @@ class Placement:
 
     def _offloaded(self, parameters: int, trained: int, whose: str) -> Iterator[MemoryPart]:
         """Host memory of DeepSpeed's offloading; see its `offload_optimizer`."""
-        spec, ranks = self.spec, self.ranks
+        spec = self.spec
+        ranks = self.ranks
         of_a_rank = trained / spec.world_size
         config = spec.engine.deepspeed.get("zero_optimization", {})
         pins = bool(config.get("offload_optimizer", {}).get("pin_memory", True))
@@ -217,7 +226,8 @@ class Placement:
 
         These are the embeddings or one layer (of a mixture of experts), as read and as partitioned.
         """
-        shape, parameters = self.size.shape, self.size.num_parameters or 0
+        shape = self.size.shape
+        parameters = self.size.num_parameters or 0
         if shape is None:
             return 2.0 * parameters * self.width
         embeddings = shape.vocab * shape.hidden
@@ -238,7 +248,9 @@ class Placement:
 
         `num_bytes` are those of one number.
         """
-        shape, parameters, width = self.size.shape, self.size.num_parameters or 0, num_bytes / shared
+        shape = self.size.shape
+        parameters = self.size.num_parameters or 0
+        width = num_bytes / shared
         if shape is None:
             return _power_of_two(parameters * width)
         outputs = shape.queries + 2 * shape.keys, shape.queries, 2 * shape.inner, shape.inner
@@ -252,12 +264,15 @@ class Placement:
 
     def stages(self) -> list[Stage]:
         """Load, engine, partition, generate, score, update, step and sync, in this order."""
-        spec, whole = self.spec, self.whole
+        spec = self.spec
+        whole = self.whole
         crossing = "network" if spec.trainer.nnodes > 1 else _IN_NODE
         inside = _IN_NODE if self.work.gathers_in_node else crossing  # among ranks that share the weights
-        copy, base = self.sampling * self.keeps_copy, whole * spec.engine.offload_base
+        copy = self.sampling * self.keeps_copy
+        base = whole * spec.engine.offload_base
         offload = 6.0 / self.width * whole / spec.world_size * (spec.engine.offload != "none")
-        always, generation = self.gpu_peak(), self.gpu_peak("generation")
+        always = self.gpu_peak()
+        generation = self.gpu_peak("generation")
         # Without gradient, the activations of the policy's layers are not kept.
         scoring = [item for item in self.gpu_parts if item.phases != ("head", "layers")]
         started = self.sampling if base else generation
@@ -285,7 +300,8 @@ class Placement:
             ("step", self.gpu_peak("step", "critic's step"), _TRAINING, {"host to GPU": offload}),
             ("sync", generation, _SAVING, synced),
         ]
-        seconds, parts = self.intervals, []
+        seconds = self.intervals
+        parts = []
         for name, gpu, phase, moved in rows:
             links = {link: num_bytes for link, num_bytes in moved.items() if num_bytes}
             host = memory_total(self.host_parts, (phase,))
@@ -328,7 +344,8 @@ class Placement:
 
     def not_known(self) -> Iterator[str]:
         """What the seconds assume because nothing says it, or do not count."""
-        spec, machine = self.spec, self.machine
+        spec = self.spec
+        machine = self.machine
         if self.size.shape is None or self.size.num_parameters is None:
             yield "the model's dimensions: no seconds"
             return
@@ -375,7 +392,10 @@ class Placement:
 
     def _smaller(self) -> Iterator[tuple[str, Placement, str]]:
         """Settings that take less of a GPU's memory, the plan with each, and why."""
-        engine, actor, rollout, change = self.spec.engine, self.spec.actor, self.spec.rollout, self._change
+        engine = self.spec.engine
+        actor = self.spec.actor
+        rollout = self.spec.rollout
+        change = self._change
         if engine.name == "deepspeed":
             for higher in range(self.stage + 1, 4):
                 yield change("engine", "ranks share more of the state", zero_stage=higher)
@@ -394,7 +414,10 @@ class Placement:
     def _changes(self) -> Iterator[tuple[str, Placement, str]]:
         """Settings, the plan with each, and why it may be faster."""
         spec = self.spec
-        engine, actor, model, rollout = spec.engine, spec.actor, spec.model, spec.rollout
+        engine = spec.engine
+        actor = spec.actor
+        model = spec.model
+        rollout = spec.rollout
         change = self._change
         if engine.name == "deepspeed" and engine.offload == "none":
             for lower in range(1, self.stage):
@@ -407,7 +430,8 @@ class Placement:
             )
         if model.enable_gradient_checkpointing:
             yield change("model", "layers are not computed again", enable_gradient_checkpointing=False)
-        if budget := actor.ppo_max_token_len_per_gpu:
+        budget = actor.ppo_max_token_len_per_gpu
+        if budget:
             yield change("actor", "fewer passes", ppo_max_token_len_per_gpu=2 * budget)
         if spec.rollout_engine.forms_batches:
             for share in range(95, round(100 * rollout.gpu_memory_utilization), -5):
@@ -434,17 +458,21 @@ class Placement:
 
     def problems(self) -> Iterator[Problem]:
         """A problem per resource of which the machine has too little; a warning if the run may still work."""
-        spec, machine = self.spec, self.machine
+        spec = self.spec
+        machine = self.machine
         if spec.trainer.nnodes > machine.nodes and machine.name != THIS_MACHINE:
             message = f"the run takes {spec.trainer.nnodes} nodes, {machine.name} has {machine.nodes}"
             yield Problem("error", "trainer.nnodes", message, f"use {machine.nodes}")
         if machine.gpus:
             yield from self._gpu_problems()
             yield from self._slow_step()
-        parts, shared = self._on_this_host(self.host_parts), self.shared_peak()
-        key, fix = "engine.offload", "use more nodes or ranks, or offload less"
+        parts = self._on_this_host(self.host_parts)
+        shared = self.shared_peak()
+        key = "engine.offload"
+        fix = "use more nodes or ranks, or offload less"
         if not machine.gpus:  # the ranks are in host memory
-            key, fix = "model.path", "use a smaller model, lora_rank, shorter responses, or a GPU"
+            key = "model.path"
+            fix = "use a smaller model, lora_rank, shorter responses, or a GPU"
         has_copy = any(part.name == _COPY for part in self.host_parts)
         if spec.trainer.save_in_background and self._saves_in_background and not has_copy:
             message = f"a node's memory has no room for a copy of {gib(self._checkpoint_share())}"
@@ -477,7 +505,9 @@ class Placement:
 
     def _shorter_steps(self) -> Iterator[tuple[str, float]]:
         """Setting and seconds of a step with it, for each change that shortens the step and still fits."""
-        data, now, fitted = self.spec.data, self.seconds()["whole step"], self.fits()
+        data = self.spec.data
+        now = self.seconds()["whole step"]
+        fitted = self.fits()
         unit = math.lcm(self.spec.world_size, self.spec.actor.ppo_mini_batch_size or 1)
         fewer = max(unit, data.train_batch_size // 4 // unit * unit)
         changes = {"train_batch_size": fewer, "max_response_length": max(1, data.max_response_length // 2)}
@@ -501,7 +531,9 @@ class Placement:
         return None
 
     def _gpu_problems(self) -> Iterator[Problem]:
-        spec, machine, rollout = self.spec, self.machine, self.spec.rollout
+        spec = self.spec
+        machine = self.machine
+        rollout = self.spec.rollout
         own = spec.has_rollout_servers and not (rollout.server.urls or rollout.server.is_placed_by_ray)
         needed = self.ranks + (rollout.server.replicas * rollout.tensor_model_parallel_size if own else 0)
         if needed > machine.gpus:
@@ -512,7 +544,8 @@ class Placement:
             message = f"{heads} attention heads cannot be spread evenly over the GPUs of an engine"
             fix = "use a divisor of the number of heads"
             yield Problem("error", "rollout.tensor_model_parallel_size", message, fix)
-        length, kernel = spec.max_length, spec.model.attn_implementation
+        length = spec.max_length
+        kernel = spec.model.attn_implementation
         if length > _LONGEST_DENSE and not has_no_mask(kernel):
             message = (
                 f"{kernel} is slow for rows of {length} tokens: it reads a dense mask, {gib(length**2)} each"
@@ -527,7 +560,8 @@ class Placement:
             if shared:
                 fix = f"write rollout.tensor_model_parallel_size={shared}, which holds them; or {fix}"
             yield Problem("error", "rollout.gpu_memory_utilization", message, fix)
-        always, peak = self.gpu_peak(), memory_total(self.gpu_parts)
+        always = self.gpu_peak()
+        peak = memory_total(self.gpu_parts)
         fix = "see “Less memory for a step” in docs/how-to/scale.md; or use more GPUs"
         if always > machine.gpu_bytes:
             message = f"{gib(always)} are always needed, a GPU of {machine.name} has {of_gpu}"

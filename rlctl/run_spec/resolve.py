@@ -111,7 +111,9 @@ def _weight_rule(spec: RolloutCorrectionSpec, problems: list[Problem]) -> Weight
         lower, upper = _weight_interval(numbers, bound)
     except _ThresholdError as error:
         problems.append(Problem("error", IS_THRESHOLD_KEY, str(error), "for example 2.0, or 0.5_2.0"))
-        bound, lower, upper = "clip", 0.5, 2.0
+        bound = "clip"
+        lower = 0.5
+        upper = 2.0
     return WeightRule(
         level=spec.rollout_is,
         bound=bound,
@@ -281,14 +283,24 @@ def examples(name: str) -> Iterator[tuple[str, str, RejectRule]]:
     """Dialect, a threshold and the rule that this makes, for each dialect that has the criterion."""
     for dialect in _CRITERIA:
         spec = RolloutCorrectionSpec.model_validate({"dialect": dialect})
-        if criterion := _criterion(name, spec, {}, []):
+        criterion = _criterion(name, spec, {}, [])
+        if criterion:
             threshold = criterion.example(name)
-            if rule := _reject_rule(name, threshold, criterion, []):
+            rule = _reject_rule(name, threshold, criterion, [])
+            if rule:
                 yield dialect, threshold, rule
 
 
 def _form(statistic: str, reduction: Reduction, scope: Scope = "sequence", **others: Any) -> RejectRule:
-    return RejectRule("", statistic, reduction, None, None, scope, **others)
+    return RejectRule(
+        name="",
+        statistic=statistic,
+        reduction=reduction,
+        lower=None,
+        upper=None,
+        scope=scope,
+        **others,
+    )
 
 
 def _metric_name(criterion: str) -> str:

@@ -77,7 +77,15 @@ class SpecSource:
 
     def refuse(self, line: int | None, what: str, fix: str | None = None) -> SpecSource:
         """Adds an error."""
-        self.problems.append(Problem("error", "", what, fix, str(self.at(line))))
+        self.problems.append(
+            Problem(
+                severity="error",
+                key="",
+                what=what,
+                fix=fix,
+                where=str(self.at(line)),
+            )
+        )
         return self
 
 
@@ -118,7 +126,8 @@ def read_yaml_file(path: Path, known: Container[str], origin: Origin | None = No
 
 def read_yaml(raw: bytes, known: Container[str], source: SpecSource) -> SpecSource:
     """Read the bytes of one YAML document into the leaves of `source`, which is returned."""
-    if fault := _fault_of_bytes(raw):
+    fault = _fault_of_bytes(raw)
+    if fault:
         return source.refuse(*fault)
     try:
         root = yaml.compose(raw.decode(), Loader=_StrictLoader)
@@ -233,7 +242,8 @@ def _fault_of_bytes(raw: bytes) -> tuple[int | None, str, str] | None:
     except UnicodeDecodeError as error:
         return raw[: error.start].count(b"\n") + 1, "is not UTF-8 text", "save it as UTF-8"
     for number, line in enumerate(text.split("\n"), start=1):
-        if indentation := line[: len(line) - len(line.lstrip())].strip(" \r"):
+        indentation = line[: len(line) - len(line.lstrip())].strip(" \r")
+        if indentation:
             name = "a tab" if "\t" in indentation else f"the character {indentation[0]!r}"
             return number, f"{name} in the indentation", "indent with spaces"
     return None

@@ -100,9 +100,13 @@ class StepWork:
     def __init__(
         self, spec: RunSpec, size: ModelSize, machine: Machine, lengths: Lengths, *, as_others: bool = False
     ) -> None:
-        self.spec, self.size, self.machine, self.lengths = spec, size, machine, lengths
+        self.spec = spec
+        self.size = size
+        self.machine = machine
+        self.lengths = lengths
         self.as_others = as_others
-        self.stage, self.whole = spec.engine.effective_stage, (size.num_parameters or 0) * spec.engine.width
+        self.stage = spec.engine.effective_stage
+        self.whole = (size.num_parameters or 0) * spec.engine.width
 
     # --- training ---------------------------------------------------------------------------------
 
@@ -118,7 +122,8 @@ class StepWork:
     @property
     def micro_batches(self) -> float:
         """Forward passes of one model over the batch."""
-        batch, budget = BatchArithmetic(self.spec), self.spec.actor.ppo_max_token_len_per_gpu
+        batch = BatchArithmetic(self.spec)
+        budget = self.spec.actor.ppo_max_token_len_per_gpu
         if budget:
             return max(float(batch.mini_batches), self.tokens() / budget)
         return float(batch.mini_batches * (batch.micro_batches_per_rank or 1))
@@ -129,7 +134,9 @@ class StepWork:
 
         With a token budget, kernels without a mask or checkpointed layers, each response has its own prompt.
         """
-        actor, model, rows = self.spec.actor, self.spec.model, self.spec.actor.ppo_micro_batch_size_per_gpu
+        actor = self.spec.actor
+        model = self.spec.model
+        rows = self.spec.actor.ppo_micro_batch_size_per_gpu
         apart = has_no_mask(model.attn_implementation) or model.enable_gradient_checkpointing
         if self.as_others or apart or actor.ppo_max_token_len_per_gpu:
             return 1.0
@@ -157,7 +164,8 @@ class StepWork:
         checkpointed layers are computed again. A critic has no adapters.
         """
         again = int(self.spec.model.enable_gradient_checkpointing)
-        policy, critic = (2 if self.spec.model.lora_rank else 3) + again, 3 + again
+        policy = (2 if self.spec.model.lora_rank else 3) + again
+        critic = 3 + again
         return self.spec.actor.ppo_epochs * (policy + critic * self.spec.trains_critic)
 
     @property
@@ -177,7 +185,8 @@ class StepWork:
         Sums are in float32, at stages 0 and 1 at every optimizer step, at stages 2 and 3 after every backward
         pass. Stage 0 sums all gradients on all ranks, which moves them twice.
         """
-        spec, steps = self.spec, self.spec.updates_per_batch
+        spec = self.spec
+        steps = self.spec.updates_per_batch
         if spec.world_size == 1:
             return 0.0
         backward = 4 * self.micro_batches * spec.actor.ppo_epochs
@@ -228,7 +237,8 @@ class StepWork:
         """
         if not self._group or self._sums_in_group:
             return 0.0
-        width, models = self.spec.engine.width, 1 + self.spec.trains_critic
+        width = self.spec.engine.width
+        models = 1 + self.spec.trains_critic
         return self.spec.updates_per_batch * self.trained * width * models
 
     def _forward_seconds(self, shape: Shape, parameters: int, rates: Rates) -> float:
@@ -267,7 +277,8 @@ class StepWork:
         """Seconds of what is exchanged in the updates besides the weights gathered in a group."""
         if not self._sums_in_group:
             return (self.reduced + self._refreshed) / self._link(rates)
-        machine, between = self.machine, self.machine.link
+        machine = self.machine
+        between = self.machine.link
         if self.spec.trainer.nnodes > 1:  # each rank of a node by its own network card
             between = min(between, machine.network)
         return self.reduced / self._group_link(rates) + self._summed_between / (between * rates.collectives)
@@ -281,7 +292,9 @@ class StepWork:
             running: sequences; every step reads their keys and values, and all weights that they use.
             context: mean tokens of each.
         """
-        spec, machine, gpus = self.spec, self.machine, self._engine_gpus
+        spec = self.spec
+        machine = self.machine
+        gpus = self._engine_gpus
         reads = self._weights_read(shape, running) / (machine.gpu_bandwidth * gpus * rates.bandwidth)
         active = (self.size.num_parameters or 0) - self.size.num_idle - self._idle_embedding(shape)
         computed = 2 * active * running / (machine.flops * gpus * rates.sampling)
@@ -327,7 +340,8 @@ class StepWork:
 
     def _weights_read(self, shape: Shape, tokens: float) -> float:
         """Bytes of weights that these tokens use: of experts, those that any token chooses."""
-        parameters, idle = self.size.num_parameters or 0, self.size.num_idle
+        parameters = self.size.num_parameters or 0
+        idle = self.size.num_idle
         unused = idle * (idle / parameters) ** max(tokens - 1, 0.0) if idle else 0.0
         is_fp8 = self.spec.rollout.engine_kwargs.get("quantization") == "fp8"
         width = 1 if is_fp8 else self.spec.rollout_width
@@ -335,7 +349,9 @@ class StepWork:
 
     def generation(self, shape: Shape, rates: Rates) -> float:
         """Seconds to sample the responses of a step: until the slowest engine's longest response ends."""
-        spec, machine, lengths = self.spec, self.machine, self.lengths
+        spec = self.spec
+        machine = self.machine
+        lengths = self.lengths
         servers = spec.rollout.server.replicas if spec.has_rollout_servers else 0
         engines = servers or max(1, spec.world_size // self._engine_gpus)
         responses = max(1.0, spec.data.train_batch_size * spec.rollout.n / engines)
@@ -346,7 +362,8 @@ class StepWork:
         # While responses wait, a new one takes the place of each that ends.
         steps = (responses - running) * lengths.response / running
         seconds += steps * self.decode_step(shape, running, lengths.context, rates)
-        before, groups = 0.0, lengths.responses
+        before = 0.0
+        groups = lengths.responses
         for place, length in enumerate(groups):
             left = max(1.0, running * (len(groups) - place) / len(groups))
             context = lengths.prompt + (before + length) / 2
@@ -360,7 +377,8 @@ class StepWork:
 
     def _fitting(self, shape: Shape, once: float) -> float:
         """Sequences that an engine samples at once; `once`: share of a prompt that each sequence stores."""
-        spec, machine = self.spec, self.machine
+        spec = self.spec
+        machine = self.machine
         most = float(
             spec.rollout.max_num_seqs or sequences_at_once(machine.gpu_bytes if machine.gpus else None)
         )
@@ -377,7 +395,9 @@ class StepWork:
 
     def seconds(self, rates: Rates) -> dict[str, float]:
         """Stage → seconds; empty if the model's dimensions or the GPU's speeds are unknown."""
-        spec, shape, parameters = self.spec, self.size.shape, self.size.num_parameters
+        spec = self.spec
+        shape = self.size.shape
+        parameters = self.size.num_parameters
         if shape is None or parameters is None or not self.machine.knows_speed:
             return {}
         machine = self.machine
@@ -399,7 +419,8 @@ class StepWork:
 
     def _sync(self, shape: Shape, rates: Rates) -> float:
         """Seconds until the rollout engine samples with new weights, and to wake it and put it to sleep."""
-        spec, machine = self.spec, self.machine
+        spec = self.spec
+        machine = self.machine
         sampling = (self.size.num_parameters or 0) * spec.rollout_width / self._engine_gpus
         link = self._group_link(rates) if self._sums_in_group else self._link(rates)
         seconds = 2 * sampling / machine.gpu_bandwidth + (self.whole / link if self.gathered else 0.0)

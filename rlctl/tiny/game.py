@@ -73,6 +73,7 @@ def _random_game(draw: random.Random) -> list[tuple[str, bool]]:
     while True:
         guess = str(draw.choice(NUMBERS))
         spoken.append((guess, True))
-        if (answer := game.respond(guess)) is None:
+        answer = game.respond(guess)
+        if answer is None:
             return spoken
         spoken.append((answer, False))

@@ -252,7 +252,8 @@ class ConsoleSink:
         line = Text.assemble(("reward  ", "dim"), (_show(state.metrics.get(REWARD), ".3f"), "bold"))
         if self._sparks:
             line.append(f"  {sparkline(condensed(self._rewards, SPARK_WIDTH))}", style="green")
-        line.no_wrap, line.overflow = True, "crop"
+        line.no_wrap = True
+        line.overflow = "crop"
         return line
 
 
@@ -372,7 +373,8 @@ class Startup:
     """
 
     def __init__(self, *, is_shown: bool, also: Callable[[str], None] = lambda _: None) -> None:
-        self._is_shown, self._also = is_shown, also
+        self._is_shown = is_shown
+        self._also = also
         console = Console(stderr=True)
         self._progress: Progress | None = None
         if is_shown and _can_draw(console):

@@ -17,7 +17,8 @@ _LARGEST = 16 << 20
 def git_commit(directory: Path) -> str | None:
     """The commit that is checked out in the repository that contains `directory`; None: there is none."""
     for parent in (directory, *directory.parents):
-        if (found := _repository(parent / ".git")) is not None:
+        found = _repository(parent / ".git")
+        if found is not None:
             head = _read(found / "HEAD")
             name = head.removeprefix("ref: ")
             return _commit_of(found, name) if name != head else _checked(head)
@@ -38,7 +39,8 @@ def _commit_of(repository: Path, name: str) -> str | None:
         return None
     shared = repository / (_read(repository / "commondir") or ".")  # that of all worktrees
     for place in (repository, shared):
-        if commit := _checked(_read(place / name)):
+        commit = _checked(_read(place / name))
+        if commit:
             return commit
     packed = (line.split(" ", 1) for line in _read(shared / "packed-refs").splitlines())
     return next((_checked(pair[0]) for pair in packed if pair[1:] == [name]), None)

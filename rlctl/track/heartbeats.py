@@ -117,7 +117,9 @@ class NodeFile:
     """
 
     def __init__(self, run_dir: Path, node: int, size: int) -> None:
-        self._run_dir, self._path, self._size = run_dir, _file(run_dir, node), size
+        self._run_dir = run_dir
+        self._path = _file(run_dir, node)
+        self._size = size
         self._handle: int | None = None
 
     def write(self, slot: int, beat: Beat) -> None:
@@ -208,7 +210,8 @@ def _packed(record: Beat | Summary, num_bytes: int, number: int = 0) -> bytes:
 
 def _unpacked(record: bytes) -> dict[str, object] | None:
     """The content of a record; None: it is empty or incomplete."""
-    checksum, text = record[:_CHECKSUM], record[_CHECKSUM:].rstrip(b"\0")
+    checksum = record[:_CHECKSUM]
+    text = record[_CHECKSUM:].rstrip(b"\0")
     if checksum != f"{zlib.crc32(text):08x}".encode():
         return None
     try:

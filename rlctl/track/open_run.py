@@ -333,7 +333,8 @@ def _last_rows(path: Path) -> tuple[dict[str, Any], dict[str, float]]:
         except ValueError:
             continue
         last = last or row
-        if rewards := validation_rewards(row):
+        rewards = validation_rewards(row)
+        if rewards:
             return last, rewards
     return last, {}
 

@@ -114,7 +114,8 @@ def _with_masked_pairs(text: str) -> str:
 
 def _is_secret_in_pair(match: re.Match[str]) -> bool:
     """Whether the value of a match of `_PAIRS` is a secret."""
-    key, value = match["key"], match["value"].strip("\"'")
+    key = match["key"]
+    value = match["value"].strip("\"'")
     if not _is_secret(key) or value in _CONNECTING or _is_count(key, value):
         return False
     may_be_a_word = match["before"].startswith(

@@ -160,7 +160,8 @@ class RolloutWriter:
             _write(self.directory, self._steps[0], self._steps[-1], table)
         except OSError as error:
             raise _failure(self.directory, error) from error
-        self._batches, self._steps = [], []
+        self._batches = []
+        self._steps = []
 
     def discard_after(self, step: int) -> list[str]:
         """Removes the rows of all steps after `step` before a resume, because these steps are sampled again.
@@ -202,7 +203,8 @@ class RolloutWriter:
                 remove(path)
         except (OSError, pa.ArrowInvalid) as error:
             raise _failure(self.directory, error) from error
-        if missing := missing_steps(there, step):
+        missing = missing_steps(there, step)
+        if missing:
             notes.append(f"warning: {ROLLOUTS_DIR}/ has no responses of {steps_in_words(missing)}")
         return notes
 
@@ -212,7 +214,8 @@ def _damage(path: Path, schema: pa.Schema) -> str:
     try:
         open_regular(path).close()
         stored = pq.ParquetFile(path).schema_arrow
-        versions, older = [schema], schema
+        versions = [schema]
+        older = schema
         for name in ("remarks", "terms"):  # which version 3 and 2 lack; readers promote them
             older = older.remove(older.get_field_index(name))
             versions.append(older)

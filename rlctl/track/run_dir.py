@@ -113,7 +113,8 @@ def claim_default_path(project: str, experiment: str, *, root: Path = Path("runs
     """
     stamp = datetime.now().astimezone().strftime("%Y%m%d-%H%M%S")
     base = root / project / f"{experiment}-{stamp}"
-    path, number = base, 1
+    path = base
+    number = 1
     while True:
         with _usable(path), contextlib.suppress(FileExistsError):
             path.mkdir(parents=True)
@@ -136,7 +137,8 @@ def open_run_dir(path: Path, *, resume: bool, is_lost: Callable[[Path], bool] = 
             that no file of the run could name it.
     """
     if not is_utf8(str(path.absolute())):
-        message, fix = "the path of the run directory is not UTF-8", "rename it, or set trainer.run_dir=…"
+        message = "the path of the run directory is not UTF-8"
+        fix = "rename it, or set trainer.run_dir=…"
         raise UsageError(message, where=str(path.absolute()), fix=fix)
     if path.exists() and not path.is_dir():
         raise UsageError(

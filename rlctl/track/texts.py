@@ -23,7 +23,8 @@ def decoder_of(record: RunRecord) -> Decoder | None:
     file = next(filter(Path.is_file, (folder / "tokenizer.json" for folder in folders)), None)
     if file is None:
         return None
-    if missing := first_missing("tokenizers"):
+    missing = first_missing("tokenizers")
+    if missing:
         warnings.warn(f"responses are not divided into tokens: {missing}", PartWarning, stacklevel=2)
         return None
     from tokenizers import Tokenizer
@@ -34,7 +35,9 @@ def decoder_of(record: RunRecord) -> Decoder | None:
 
 def pieces(ids: Sequence[int], decode: Decoder) -> list[str]:
     """Text that each token adds. A token that ends within a character adds ""; the next one adds it all."""
-    texts, start, shown = [], 0, ""
+    texts = []
+    start = 0
+    shown = ""
     for index in range(len(ids)):
         text = decode(ids[start : index + 1])
         if text.endswith("\ufffd"):

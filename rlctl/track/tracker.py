@@ -155,7 +155,8 @@ def build_tracker(loggers: Sequence[str], inputs: SinkInputs) -> Tracker:
     record = JsonlSink(file)
     extras: list[Sink] = []
     warnings: list[str] = []
-    if missing := missing_steps((range(step, step + 1) for step in logged), inputs.start_step):
+    missing = missing_steps((range(step, step + 1) for step in logged), inputs.start_step)
+    if missing:
         message = (
             f"{METRICS_FILE} has no readable line of {steps_in_words(missing)}, which this run has trained"
         )
@@ -164,7 +165,8 @@ def build_tracker(loggers: Sequence[str], inputs: SinkInputs) -> Tracker:
     for name in sorted(loggers, key=lambda name: name == "console"):
         try:
             sink: Sink = TRACKERS[name](inputs)
-            if message := missing_methods(sink, "log", "close"):
+            message = missing_methods(sink, "log", "close")
+            if message:
                 raise TypeError(message)
             extras.append(sink)
         except UsageError:

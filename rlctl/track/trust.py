@@ -78,7 +78,8 @@ def code_in(values: Values) -> dict[str, str]:
         if key.rpartition(".")[2] == "trust_remote_code" and value is True:
             models = ", ".join(str(values[name]) for name in _models_of(key, values))
             found.append(f"runs code that comes with the model {models}")
-        if found := list(filter(None, found)):
+        found = list(filter(None, found))
+        if found:
             runs_code[key] = "; ".join(found)
     return runs_code
 
@@ -94,7 +95,8 @@ def _runs(key: str, text: str, sent: Collection[str]) -> str:
     """
     if text.startswith(COMMANDS):
         return f"runs {text.partition(':')[2].strip()}"
-    if names := [name for name in split_names(text) if is_file_function(name)]:
+    names = [name for name in split_names(text) if is_file_function(name)]
+    if names:
         return f"runs {', '.join(names)}"
     if text.lower().startswith(("http://", "https://")):
         is_here = is_this_machine(urlsplit(text).hostname or "")
@@ -268,7 +270,8 @@ def _read(directory: Path) -> _Signed | None:
 
 
 def _key() -> bytes:
-    if given := os.environ.get(TRUST_KEY):
+    given = os.environ.get(TRUST_KEY)
+    if given:
         if len(given) < _SHORTEST_KEY:
             fix = "generate one: openssl rand -hex 32"
             raise UsageError(f"it is shorter than {_SHORTEST_KEY} characters", where=TRUST_KEY, fix=fix)

@@ -118,7 +118,8 @@ def in_order(group_ids: Tensor, members: Tensor) -> Tensor:
 
 def _described(batch: TokenBatch, rank: int, groups_per_mini: int) -> Tensor:
     """(E, 10) int64: the columns of `Dealt`."""
-    sequences, groups = batch.sequences_of_episodes, batch.group_ids
+    sequences = batch.sequences_of_episodes
+    groups = batch.group_ids
     prompts = torch.zeros_like(groups)
     has_any = sequences.lengths > 0
     prompts[has_any] = (batch.lengths - batch.units.sequence.lengths)[sequences.starts[has_any]]

@@ -21,7 +21,9 @@ def early_stop_reason(history: Iterable[Mapping[str, float]], spec: EarlyStopSpe
     if spec.patience is None:
         return ""
     best = last = math.nan
-    best_step, waited, is_logged = 0, 0, False
+    best_step = 0
+    waited = 0
+    is_logged = False
     for metrics in history:
         value = validation_score(metrics) if spec.metric is None else metrics.get(spec.metric)
         is_logged = value is not None and math.isfinite(value)

@@ -62,7 +62,9 @@ def filtered_groups(
     Raises:
         RunFailure: a whole epoch has too few groups with spread, or too many responses could not be graded.
     """
-    spec, ranks, start = run.spec, run.ranks, draws.position
+    spec = run.spec
+    ranks = run.ranks
+    start = draws.position
     most = spec.algorithm.filter_groups.max_num_gen_batches
     wanted = spec.data.train_batch_size
     n = spec.rollout.n

@@ -60,7 +60,15 @@ class FirstRow:
         if where in known_leaves():
             key = str(where)
             where = None
-        self.problems.append(Problem("error", key, error.what, error.fix, where))
+        self.problems.append(
+            Problem(
+                severity="error",
+                key=key,
+                what=error.what,
+                fix=error.fix,
+                where=where,
+            )
+        )
 
 
 def check_first_row(spec: RunSpec, known: Iterable[Problem] = (), *, starts: bool) -> FirstRow:
@@ -73,7 +81,8 @@ def check_first_row(spec: RunSpec, known: Iterable[Problem] = (), *, starts: boo
     if starts:
         require(*TRAINING)
     first_row = FirstRow()
-    if missing := first_missing(*TRAINING):
+    missing = first_missing(*TRAINING)
+    if missing:
         first_row.leave("models and engines", missing)
     names = [*spec.environment.code_names, *(term.name for term in spec.reward.all_terms)]
     has_own_code = any(map(is_users_code, names)) or spec.environment.tools
@@ -213,16 +222,33 @@ def _begin_episode(spec: RunSpec, row: Row, tokenizer: Any, report: FirstRow) ->
     if prompt.problem:
         message = f"the first row's episode failed before the policy could speak: {prompt.problem}"
         fix = "such episodes are excluded; `rlctl environment test` plays more of them"
-        report.problems.append(Problem("warning", "environment.name", message, fix, row.where))
+        report.problems.append(
+            Problem(
+                severity="warning",
+                key="environment.name",
+                what=message,
+                fix=fix,
+                where=row.where,
+            )
+        )
         return
     report.prompt = tokenizer.decode(prompt.token_ids)
-    length, limit = len(prompt.token_ids), spec.data.max_prompt_length
+    length = len(prompt.token_ids)
+    limit = spec.data.max_prompt_length
     if length <= limit:
         report.checked.append(_fitting(length, spec))
         return
     message = f"with what the environment adds, the first prompt has {length:,} tokens, more than {limit:,}"
     fix = f"such episodes are excluded: raise it to {length} or more"
-    report.problems.append(Problem("warning", "data.max_prompt_length", message, fix, row.where))
+    report.problems.append(
+        Problem(
+            severity="warning",
+            key="data.max_prompt_length",
+            what=message,
+            fix=fix,
+            where=row.where,
+        )
+    )
 
 
 def _check_reward(spec: RunSpec, row: Row | None, tokenizer: Any, outcome: FirstRow) -> None:
@@ -266,7 +292,15 @@ def _grade_first(
         except ValueError as error:
             message = f"{name} cannot read the ground truth {row.ground_truth[:80]!r}: {error}"
             fix = "correct the row, or choose another reward"
-            report.problems.append(Problem("error", key, message, fix, row.where))
+            report.problems.append(
+                Problem(
+                    severity="error",
+                    key=key,
+                    what=message,
+                    fix=fix,
+                    where=row.where,
+                )
+            )
             return
         [grade] = scorer.grade([sample])
     if isinstance(grade, Failure) and grade.kind == "inapplicable":
@@ -274,7 +308,15 @@ def _grade_first(
     elif isinstance(grade, Failure) and grade.score is None:
         message = f"{name} fails on the first row: {grade.text.strip().splitlines()[-1]}"
         fix = "`rlctl reward` shows more rows and the whole error"
-        report.problems.append(Problem("error", key, message, fix, row.where))
+        report.problems.append(
+            Problem(
+                severity="error",
+                key=key,
+                what=message,
+                fix=fix,
+                where=row.where,
+            )
+        )
     else:
         score = grade.score if isinstance(grade, Failure) else grade
         report.checked.append(
@@ -285,7 +327,15 @@ def _grade_first(
             fix = "`rlctl reward` tries all rows; choose the reward that reads these answers"
             if r"\boxed" in row.ground_truth:
                 fix = r"`rlctl prepare-data parquet --recipe math` reads what the last \boxed{} contains"
-            report.problems.append(Problem("warning", key, message, fix, row.where))
+            report.problems.append(
+                Problem(
+                    severity="warning",
+                    key=key,
+                    what=message,
+                    fix=fix,
+                    where=row.where,
+                )
+            )
 
 
 def _known_sample(name: str, row: Row, tokenizer: Any) -> Sample:
@@ -318,7 +368,8 @@ def _check_environment(spec: RunSpec, tokenizer: Any, report: FirstRow, *, start
         try:
             report.checked.append(f"{name}: {_described(spec, name, tokenizer)}")
         except ModuleNotFoundError as error:
-            if not (missing := missing_package(error)):
+            missing = missing_package(error)
+            if not missing:
                 raise
             report.leave(name, missing)
             is_built = False

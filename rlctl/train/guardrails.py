@@ -113,7 +113,15 @@ def decide_update(
     else:
         next_scale = min(scale * 2.0 ** (1.0 / WINDOW), 1.0)
     lr_scale = scale * (ess / floor if "scale_lr" in actions else 1.0)
-    return UpdateDecision(ess, drift, is_low, has_drifted, lr_scale, "skip_step" in actions, next_scale)
+    return UpdateDecision(
+        ess=ess,
+        drift=drift,
+        is_low=is_low,
+        has_drifted=has_drifted,
+        lr_scale=lr_scale,
+        skip="skip_step" in actions,
+        next_scale=next_scale,
+    )
 
 
 def ess_floor(spec: GuardrailsSpec) -> float:
@@ -190,10 +198,12 @@ def _notices(
         return kind, f"step {observed.step}: {what}{done}"
 
     floor = ess_floor(spec)
-    if low := [update.ess for update in observed.updates if update.is_low]:
+    low = [update.ess for update in observed.updates if update.is_low]
+    if low:
         message = f"raw effective sample size {min(low):.2g} of an update, under {floor:g}"
         yield notice("low ESS", message, spec.on_low_ess)
-    if far := [update.drift for update in observed.updates if update.has_drifted]:
+    far = [update.drift for update in observed.updates if update.has_drifted]
+    if far:
         message = (
             f"{max(far):.2g} nats per token between the trained and the sampling policy, over {DRIFT_LIMIT:g}"
         )
@@ -279,11 +289,11 @@ class Guardrails:
         if self._run.ranks.is_main:
             logged = [*self._logged(), {**metrics, **own, "step": float(step)}]
             observed = BatchObservation(
-                step,
-                tuple(decisions),
-                self._tail_is_heavy(logged),
-                _is_idle(logged),
-                self._examined(step, logged),
+                step=step,
+                updates=tuple(decisions),
+                tail_is_heavy=self._tail_is_heavy(logged),
+                is_idle=_is_idle(logged),
+                findings=self._examined(step, logged),
             )
             decision = decide_batch(observed, self.spec, can_tighten=self._can_tighten)
             own[ALARMS] += observed.tail_is_heavy

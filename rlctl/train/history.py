@@ -13,7 +13,8 @@ class _LoggedStep(Mapping[str, float]):
     __slots__ = ("_places", "_values")
 
     def __init__(self, places: dict[str, int], values: array[float]) -> None:
-        self._places, self._values = places, values
+        self._places = places
+        self._values = values
 
     def __getitem__(self, key: str) -> float:
         return self._values[self._places[key]]

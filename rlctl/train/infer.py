@@ -123,16 +123,16 @@ def infer(spec: RunSpec, free: Iterable[str], machine: Machine, *, fetch: bool) 
     reader = reader_of(spec, fetch=fetch)
     longest = _longest_prompt(spec, rows, reader)
     response, why = _response_limit(spec, rows, reader, machine, thinks=longest.thinks)
-    limit, why_limit = _rounded(longest.num_tokens), longest.why
+    limit = _rounded(longest.num_tokens)
+    why_limit = longest.why
     context = _context(reader[1]) if reader else 0
     if context:
         if response > context // 2:
-            response, why = context // 2, f"half of the model's context of {context} tokens"
+            response = context // 2
+            why = f"half of the model's context of {context} tokens"
         if limit > context - response:
-            limit, why_limit = (
-                context - response,
-                f"the model's context of {context} tokens without the response",
-            )
+            limit = context - response
+            why_limit = f"the model's context of {context} tokens without the response"
     choose(PROMPT, limit, why_limit)
     choose(RESPONSE, response, why)
     if spec.environment.is_multi_turn:
@@ -341,7 +341,8 @@ def _longest_answer(graders: Iterable[str], rows: Sequence[Row], reader: tuple[A
 
 def _episode_length(spec: RunSpec, context: int) -> tuple[int, str]:
     """Most tokens of an episode's sequence: prompt and turns, as far as the model and its passes allow."""
-    turns, response = spec.environment.max_turns, spec.data.max_response_length
+    turns = spec.environment.max_turns
+    response = spec.data.max_response_length
     wanted = spec.data.max_prompt_length + turns * response
     budgets = (spec.pass_tokens, spec.critic.ppo_max_token_len_per_gpu if spec.trains_critic else None)
     most = min([wanted, *filter(None, (context, *budgets))])

@@ -181,7 +181,14 @@ class SeenTokens:
         zeros = torch.zeros_like(batch.rollout_log_probs)
         none = torch.zeros_like(settings.rules.responses(batch.units).lengths, dtype=torch.bool)
         before = torch.full_like(zeros, math.nan) if settings.bypass else known(batch.old_log_probs)
-        return cls(zeros, zeros.clone(), zeros.bool(), none, none.clone(), before)
+        return cls(
+            training_log_probs=zeros,
+            weights=zeros.clone(),
+            keep=zeros.bool(),
+            nonfinite=none,
+            saturated=none.clone(),
+            before_updates=before,
+        )
 
     def note(
         self, mini: MiniBatch, micro: MicroBatch, correction: Correction, log_probs: Tensor, *, is_first: bool

@@ -51,7 +51,8 @@ class ModelLoader:
 
     def frozen(self, path: str | None, key: str) -> FrozenModule:
         """A policy that is not trained; arguments and errors as of `other`."""
-        spec, dtype = self.spec, DTYPES[self.spec.engine.dtype]
+        spec = self.spec
+        dtype = DTYPES[self.spec.engine.dtype]
         shard_size = spec.engine.shard_size
         model = self.other(path, key, frozen_settings(dtype, shard_size))
         numbers: Any = {"dtype": dtype, "temperature": spec.rollout.temperature, "shard_size": shard_size}
@@ -78,17 +79,17 @@ def loading_arguments(spec: RunSpec) -> dict[str, Any]:
 def refuse_unfit(model: Any, spec: RunSpec) -> None:
     """Refuses quantised weights, and lengths at which the model's positions are undefined or change."""
     if getattr(model, "is_quantized", False):
-        message, fix = "its weights are quantised, and cannot be trained", "name a checkpoint in bf16 or fp32"
+        message = "its weights are quantised, and cannot be trained"
+        fix = "name a checkpoint in bf16 or fp32"
         raise UsageError(message, where=f"model.path={model.name_or_path}", fix=fix)
     config = model.config.get_text_config()
     rope = getattr(config, "rope_parameters", None) or {}
-    limit, why = getattr(config, "max_position_embeddings", None), "the model's context is"
+    limit = getattr(config, "max_position_embeddings", None)
+    why = "the model's context is"
     if rope.get("rope_type") == "longrope":
         # transformers chooses the frequencies by the longest sequence of a batch, vLLM by max_model_len.
-        limit, why = (
-            rope["original_max_position_embeddings"],
-            "its rotary embedding changes for sequences over",
-        )
+        limit = rope["original_max_position_embeddings"]
+        why = "its rotary embedding changes for sequences over"
     wanted = spec.data.max_prompt_length + spec.data.max_response_length
     if limit is not None and wanted > limit:
         raise UsageError(

@@ -87,7 +87,13 @@ def build_models(
         model, _ = load(partition=partition)
     sequence, data_ranks = share_rows(ranks, spec.engine.sequence_parallel)
 
-    loader = ModelLoader(spec, model_path, tokenizer, ranks, sequence)
+    loader = ModelLoader(
+        spec=spec,
+        model_path=model_path,
+        tokenizer=tokenizer,
+        ranks=ranks,
+        sequence=sequence,
+    )
     ref: ReferencePolicy | None = None
     # With LoRA, the base model without adapters is the initial policy: no second copy is needed.
     if spec.needs_reference and (spec.ref.path or not spec.model.lora_rank):
@@ -114,7 +120,18 @@ def build_models(
     trainers = LockedRollout(rollout, lock, first=True, offloadable=offloadable)
     ahead = InFlightRollout(rollout) if spec.rollout.in_flight else LockedRollout(rollout, lock, first=False)
     notes = _endless(tokenizer, end_ids(tokenizer, model.generation_config))
-    return Models(tokenizer, trainers, ahead, actor, base, ref, capabilities, critic, data_ranks, notes)
+    return Models(
+        tokenizer=tokenizer,
+        rollout=trainers,
+        sampling_ahead=ahead,
+        actor=actor,
+        base=base,
+        ref=ref,
+        capabilities=capabilities,
+        critic=critic,
+        data_ranks=data_ranks,
+        notes=notes,
+    )
 
 
 def _rounded(model: Any, spec: RunSpec) -> Any:
@@ -128,7 +145,8 @@ def _rounded(model: Any, spec: RunSpec) -> Any:
 
 def _endless(tokenizer: Any, ends: list[int]) -> list[str]:
     audit = Findings()
-    if token := unknown_end(tokenizer, ends):
+    token = unknown_end(tokenizer, ends)
+    if token:
         audit.add("end_of_turn", token=token)
     return [f"warning: {finding.what}; {finding.fix}" for finding in audit.findings]
 

@@ -56,7 +56,8 @@ def actor_loss(
     Every term is Σ_t c_t · ℓ_t over the kept tokens, with the same coefficients c; rejected tokens are in
     none.
     """
-    keep, rules = correction.keep, settings.rules
+    keep = correction.keep
+    rules = settings.rules
     unit = rules.responses(micro.units)
     counted = keep if rules.loss_denominator == "after_rejection" else torch.ones_like(keep)
     counts = (whole.num_tokens, whole.num_responses)

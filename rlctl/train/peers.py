@@ -38,7 +38,8 @@ class _Peer:
     def hear(self, beat: Beat, now: float) -> None:
         self.leftover = self.leftover or beat
         if beat not in {self.beat, self.leftover}:
-            self.beat, self.seen = beat, now
+            self.beat = beat
+            self.seen = now
 
 
 class Peers:
@@ -54,16 +55,21 @@ class Peers:
     def __init__(
         self, rank: int, world_size: int, run_dir: Path, *, per_node: int, interval_s: float, now: float
     ) -> None:
-        self._rank, self._run_dir, self._size, self._started = rank, run_dir, per_node, now
+        self._rank = rank
+        self._run_dir = run_dir
+        self._size = per_node
+        self._started = now
         self._node, self._slot = divmod(rank, per_node)
         own = range(self._node * per_node, min((self._node + 1) * per_node, world_size))
         self._near = {other: _Peer(now) for other in own if other != rank}
         self._far = {other: _Peer(now) for other in range(world_size) if other not in own}
         self._nodes = [node for node in range(math.ceil(world_size / per_node)) if node != self._node]
-        self._next, self._speaks = 0, False
+        self._next = 0
+        self._speaks = False
         # Until the speaker of the node reports, lower nodes are assumed to run.
         self._told = Summary(idle_s=0.0, lowest=0 if self._node else -1) if self._far else Summary()
-        self._told_number, self._told_at = -1, now
+        self._told_number = -1
+        self._told_at = now
         self._file = NodeFile(run_dir, self._node, len(own))
         self._number = 0
         self._silent_s = max(SILENT_S, 5 * interval_s)
@@ -73,11 +79,19 @@ class Peers:
     def exchange(self, phases: int, place: str, idle_s: float, now: float) -> None:
         """Writes this rank's heartbeat and reads those of the others; see `Beat` for the arguments."""
         self._number += 1
-        beat = Beat(self._number, phases, place, idle_s, platform.node(), os.getpid())
+        beat = Beat(
+            number=self._number,
+            phases=phases,
+            place=place,
+            idle_s=idle_s,
+            host=platform.node(),
+            pid=os.getpid(),
+        )
         with contextlib.suppress(OSError):  # a full disk is reported elsewhere
             self._file.write(self._slot, beat)
             for slot, theirs in self._file.beats().items():
-                if near := self._near.get(self._node * self._size + slot):
+                near = self._near.get(self._node * self._size + slot)
+                if near:
                     near.hear(theirs, now)
             if self._far:
                 self._hear_other_nodes(now)
@@ -116,7 +130,8 @@ class Peers:
             node = self._nodes[self._next % len(self._nodes)]
             self._next += 1
             for slot, theirs in beats_of_node(self._run_dir, node, self._size).items():
-                if far := self._far.get(node * self._size + slot):
+                far = self._far.get(node * self._size + slot)
+                if far:
                     far.hear(theirs, now)
         others = _summary(self._far, now, self._far_silent_s, self._started)
         self._file.write_summary(self._number, others)

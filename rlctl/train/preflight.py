@@ -87,7 +87,15 @@ def _problem(key: str, check: Callable[..., object], *given: Any, **options: Any
     try:
         check(*given, **options)
     except UsageError as error:
-        return [Problem("error", key, error.what, error.fix, error.where if error.where != key else None)]
+        return [
+            Problem(
+                severity="error",
+                key=key,
+                what=error.what,
+                fix=error.fix,
+                where=error.where if error.where != key else None,
+            )
+        ]
     return []
 
 
@@ -150,12 +158,21 @@ def check_disk(spec: RunSpec) -> list[Problem]:
         message += f"; those kept and the next one together about {wanted / 2**30:.3g} GiB"
     fix = "free space, name another disk with trainer.run_dir, or set trainer.max_ckpt_to_keep lower"
     severity: Literal["error", "warning"] = "warning" if free >= needed else "error"
-    return [Problem(severity, "trainer.run_dir", message, fix, str(there))]
+    return [
+        Problem(
+            severity=severity,
+            key="trainer.run_dir",
+            what=message,
+            fix=fix,
+            where=str(there),
+        )
+    ]
 
 
 def masked_values(spec: RunSpec) -> list[Problem]:
     """Problems of values that were masked when a run recorded its spec."""
-    message, fix = "this value is masked, because its key or form is that of a secret", "give it again"
+    message = "this value is masked, because its key or form is that of a secret"
+    fix = "give it again"
     values = flat(spec.model_dump(mode="json"))
     return [Problem("error", key, message, fix) for key, value in values.items() if is_masked(value)]
 

@@ -210,7 +210,8 @@ def _listed(spec: RunSpec) -> tuple[dict[str, str], dict[str, Path]]:
         if path is None or (key == "model.path" and spec.is_embedded):
             continue
         revision = spec.model.revision if path == spec.model.path else None
-        if commit := hub_commit(path, revision, key):
+        commit = hub_commit(path, revision, key)
+        if commit:
             found[f"{key}: commit"] = commit
             continue
         directory = Path(model_directory(path)).expanduser()

@@ -26,7 +26,13 @@ def sample_and_grade(run: Run, step: int, timer: StepTimer) -> Graded:
     if run.draws is not None:
         episodes, rewards, cost, unused = filtered_groups(run, step, run.draws, timer)
         cost |= source_shares(run, episodes)
-        return Graded(episodes, rewards, greedy_baseline(run, step, episodes, timer), cost, unused)
+        return Graded(
+            episodes=episodes,
+            rewards=rewards,
+            baseline=greedy_baseline(run, step, episodes, timer),
+            sampling_cost=cost,
+            dropped=unused,
+        )
     with timer("gen"):
         episodes = run.stream.take(step)
     counts = {}

@@ -86,7 +86,8 @@ class Saver:
     """
 
     def __init__(self, run: Run) -> None:
-        self._run, every = run, run.spec.trainer.save_every
+        self._run = run
+        every = run.spec.trainer.save_every
         self._every = None if every is None else seconds(every)
         self._saved_at = time.monotonic()
         self._writer = BackgroundWriter()
@@ -112,7 +113,8 @@ class Saver:
         Raises:
             RlctlError: the checkpoint that was being written meanwhile could not be written.
         """
-        run, trainer = self._run, self._run.spec.trainer
+        run = self._run
+        trainer = self._run.spec.trainer
         improves = validation_score(metrics) is not None and self._best_step() == step
         waited = self._every is not None and time.monotonic() - self._saved_at >= self._every
         may_end = run.ranks.is_main and step < run.total_steps
@@ -150,7 +152,8 @@ class Saver:
 
     def _may_hold(self) -> bool:
         """Whether the checkpoint is written while training goes on, the same on all ranks (a collective)."""
-        run, wish = self._run, self._run.spec.trainer.save_in_background
+        run = self._run
+        wish = self._run.spec.trainer.save_in_background
         if wish is False:
             return False
         size = 0.0
@@ -192,8 +195,10 @@ def save_checkpoint(
     Returns:
         With `holds` this rank's part, which is still to be written.
     """
-    ranks, spec = run.ranks, run.spec
-    root, keep = run.run_dir / CHECKPOINTS, spec.trainer.max_ckpt_to_keep
+    ranks = run.ranks
+    spec = run.spec
+    root = run.run_dir / CHECKPOINTS
+    keep = spec.trainer.max_ckpt_to_keep
     if run.rollout_writer:  # a resumed run does not repeat these steps: store their rollouts
         run.rollout_writer.flush()
     held = HeldFiles() if holds else None
@@ -227,7 +232,8 @@ def _state_of(run: Run, step: int) -> TrainerState:
 
 def _save_parts(run: Run, step: int, files: StateFiles) -> None:
     """Begins the checkpoint of `step`, and saves all that it contains besides `TrainerState`."""
-    ranks, root = run.ranks, run.run_dir / CHECKPOINTS
+    ranks = run.ranks
+    root = run.run_dir / CHECKPOINTS
     partial = partial_path(root, step)
     has = {"critic": run.critic, "waiting": run.spec.batches_ahead > 0, ADAPTER: run.spec.model.lora_rank}
     has |= {"draws": run.draws is not None, NOTES: files.are_held}
@@ -275,7 +281,8 @@ def restore(run: Run) -> list[str]:
     Raises:
         UsageError: there is none, or its batches sampled ahead are those of another number of ranks.
     """
-    ranks, root = run.ranks, run.run_dir / CHECKPOINTS
+    ranks = run.ranks
+    root = run.run_dir / CHECKPOINTS
     found, notes = verified_together(ranks, root)
     shared = ranks.exchange([found] if found else [])
     if not shared:
@@ -285,7 +292,8 @@ def restore(run: Run) -> list[str]:
             fix="start the run again without --resume, in the same directory if you like",
         )
     [checkpoint] = shared
-    state, path = checkpoint.state, checkpoint.path
+    state = checkpoint.state
+    path = checkpoint.path
     if state.world_size != ranks.world_size and run.spec.batches_ahead:
         raise UsageError(
             f"batches sampled ahead are those of {state.world_size} ranks, this run has {ranks.world_size}",
@@ -297,11 +305,13 @@ def restore(run: Run) -> list[str]:
         run.critic.load(path / "critic")
     run.rollout.sync_weights(run.actor, policy_version=state.policy_version)
     run.stream.resume(state.step, path / "waiting", ranks.rank)
-    run.start_step, run.policy_version = state.step, state.policy_version
+    run.start_step = state.step
+    run.policy_version = state.policy_version
     if state.kl_coef is not None:
         run.kl = replace(run.kl, kl_coef=state.kl_coef)
     for capability in run.capabilities:
-        if own := (state.capabilities or {}).get(capability.name):
+        own = (state.capabilities or {}).get(capability.name)
+        if own:
             capability.restore(own)
     if run.draws is not None:
         run.draws = PromptDraws.load(path / _DRAWS)
@@ -360,13 +370,15 @@ def save_rollouts(run: Run, step: int, graded: Graded, batch: TokenBatch, seen: 
     Episodes are on the rank that sampled them, log-probs and weights on the rank that trained on them: both
     go to the main rank. An episode that was not trained on has log-probs of NaN.
     """
-    limit, rewards = run.spec.trainer.rollouts_per_step, graded.rewards
+    limit = run.spec.trainer.rollouts_per_step
+    rewards = graded.rewards
     if not limit:
         return
     count = run.spec.data.train_batch_size if limit < 0 else max(limit // run.spec.rollout.n, 1)
     is_first = graded.episodes.tokens.group_ids < count
     chosen = is_first.nonzero().squeeze(1).tolist()
-    some, own_rewards = graded.episodes.pick(chosen), rewards.pick(chosen)
+    some = graded.episodes.pick(chosen)
+    own_rewards = rewards.pick(chosen)
     graded_as = zip(own_rewards.scores.tolist(), own_rewards.valid.tolist(), strict=True)
     scores = [score if is_valid else None for score, is_valid in graded_as]
     remarks: list[dict[str, str]] = own_rewards.remarks or [{} for _ in chosen]
@@ -444,7 +456,8 @@ def write_summary(run: Run) -> None:
     validated = [metrics for metrics in run.history if any(key.startswith("val/") for key in metrics)]
     step = int(trained[-1]["step"]) if trained else run.start_step
     window = max(1, min(_WINDOW, len(trained) // 2))  # first and last steps do not overlap
-    best, here = best_validation(run.history), f"{CHECKPOINTS}/step_{step:06d}"
+    best = best_validation(run.history)
+    here = f"{CHECKPOINTS}/step_{step:06d}"
     summary: dict[str, Any] = {
         "step": step,
         "total_steps": run.total_steps,

@@ -205,7 +205,8 @@ def lr_at(update: int, total_updates: int, of: ActorSpec | CriticSpec, kind: str
     Linear warm-up over the first `lr_warmup_steps` updates, reaching `lr` on the last of them; then constant,
     or decay to 0 at `total_updates`.
     """
-    peak, warmup = of.lr, of.lr_warmup_steps
+    peak = of.lr
+    warmup = of.lr_warmup_steps
     if update < warmup:
         return peak * (update + 1) / warmup
     if kind == "constant":

@@ -128,7 +128,8 @@ def build(
     if run.rollout_writer:
         stack.callback(run.rollout_writer.flush)
     notes += [*changes, *network_notes(), *group_notes(spec)]
-    if count := train_prompts.num_dropped:
+    count = train_prompts.num_dropped
+    if count:
         limit = f"data.max_prompt_length = {spec.data.max_prompt_length}"
         notes.append(f"training prompts of more than {limit} tokens are excluded: {count:,}")
     if {term.name for term in spec.reward.all_terms} & {"auto", "maths"}:
@@ -181,7 +182,8 @@ def _prompts(
     spec: RunSpec, sources: LocalSources, tokenizer: Any, episodes: EpisodeSource
 ) -> tuple[PromptDataset, PromptDataset | None]:
     """Prompts of training and validation, with all that the reward and the environment read of their rows."""
-    data, mix = spec.data, []
+    data = spec.data
+    mix = []
     train: list[Row] = []
     val: list[Row] = []
     for name, files in sources.train_files.items():
@@ -214,12 +216,12 @@ def _tracker(run: Run, watchdog: Watchdog) -> Tracker:
     if not run.ranks.is_main:
         return Tracker(extras=[watchdog])
     inputs = SinkInputs(
-        run.run_dir,
-        trainer.project_name,
-        trainer.experiment_name,
-        run.spec.model_dump(mode="json"),
-        run.total_steps,
-        run.start_step,
+        run_dir=run.run_dir,
+        project=trainer.project_name,
+        experiment=trainer.experiment_name,
+        config=run.spec.model_dump(mode="json"),
+        total_steps=run.total_steps,
+        start_step=run.start_step,
         is_stopping=lambda: stop.signal_number > 0,
     )
     tracker = build_tracker(trainer.logger, inputs)

@@ -89,7 +89,8 @@ def start_run(
     leftovers.clear()
     spec = with_absolute_paths(spec)
     _check_ranks(spec)
-    if masked := masked_values(spec):
+    masked = masked_values(spec)
+    if masked:
         raise SpecError(masked)
     _check_utf8(spec)
     run_dir = resume or _path_of(spec)
@@ -134,7 +135,8 @@ def _record(opened: RunDir, spec: RunSpec, note: Callable[[str], None]) -> None:
     """Writes the spec and the environment of the run, and the permission for its code."""
     opened.write_spec(_updated(spec, "trainer", accept_changed_inputs=False).model_dump(mode="json"))
     opened.write_environment()
-    if warning := sign(opened.path, values_of(recorded_spec(opened.path / RUN_SPEC_FILE))):
+    warning = sign(opened.path, values_of(recorded_spec(opened.path / RUN_SPEC_FILE)))
+    if warning:
         note(f"warning: {warning}")
 
 
@@ -354,7 +356,8 @@ def _check_ranks(spec: RunSpec) -> None:
                 where="trainer.n_gpus_per_node × trainer.nnodes",
                 fix="use the same number in the spec and in the launcher",
             )
-        rank, local_rank = int(os.environ["RANK"]), int(os.environ.get("LOCAL_RANK", "0"))
+        rank = int(os.environ["RANK"])
+        local_rank = int(os.environ.get("LOCAL_RANK", "0"))
         # 0: also of a launcher that shows each rank one GPU.
         if local_rank not in {0, rank % spec.trainer.n_gpus_per_node}:
             raise UsageError(

@@ -59,7 +59,9 @@ def metrics_of_episodes(run: Run, graded: Graded) -> dict[str, float]:
     Raises:
         RunFailure: too many responses could not be graded, or failed by faults of the environment.
     """
-    spec, ranks, version = run.spec, run.ranks, run.policy_version
+    spec = run.spec
+    ranks = run.ranks
+    version = run.policy_version
     has_ages = spec.rollout.in_flight or spec.rollout.max_age_updates is not None
     own = episode_sums(graded, version, spec.data.max_prompt_length)
     tokens = graded.episodes.tokens
@@ -447,7 +449,8 @@ class Notices:
     """
 
     def __init__(self, show: Callable[[str], None], label: str) -> None:
-        self._show, self._label = show, label
+        self._show = show
+        self._label = label
         self._times: Counter[str] = Counter()
 
     def once(self, kind: str, text: str) -> None:
@@ -484,11 +487,13 @@ def step_warnings(
             limit = f"rollout.max_age_updates = {spec.rollout.max_age_updates}"
             why = f"all graded episodes were older than {limit}; set it higher, or beyond_max_age to pace"
         yield f"skipped {reason}", f"{number} updates withheld: {why}"
-    if count := metrics["rollout_corr/nonfinite_sequences"]:
+    count = metrics["rollout_corr/nonfinite_sequences"]
+    if count:
         named = ", ".join(nonfinite[:_MAX_NAMED]) + (", …" if len(nonfinite) > _MAX_NAMED else "")
         where = f" (on this rank those of group and member {named})" if nonfinite else ""
         yield "nonfinite", f"{count:.0f} sequences with NaN or infinite log-probs{where}"
-    if skipped := metrics.get("critic/skipped_updates"):
+    skipped = metrics.get("critic/skipped_updates")
+    if skipped:
         why = "loss or gradient was not finite; lower critic.lr"
         yield "critic", f"{skipped:.0f} updates of the critic withheld: {why}"
     if metrics.get("reward/zero_spread_groups") == 1.0:
@@ -499,15 +504,19 @@ def step_warnings(
             "endless",
             "every response reached data.max_response_length; check the model's end-of-sequence token",
         )
-    if failed := metrics.get("episode/num_failed"):
+    failed = metrics.get("episode/num_failed")
+    if failed:
         yield "environment", f"{failed:.0f} episodes failed by faults of the environment; they are excluded"
-    if overlong := metrics.get(OVERLONG_PROMPTS):
+    overlong = metrics.get(OVERLONG_PROMPTS)
+    if overlong:
         limit = f"data.max_prompt_length = {spec.data.max_prompt_length}"
         message = f"the first prompts of {overlong:.0f} episodes, with tools and what reset said"
         yield "overlong", f"{message}, have more than {limit} tokens; they are excluded"
-    if errors := metrics["reward/num_errors"]:
+    errors = metrics["reward/num_errors"]
+    if errors:
         yield "grader", f"the grader failed on {errors:.0f} responses; they are excluded"
-    if count := metrics["reward/num_timeouts"]:
+    count = metrics["reward/num_timeouts"]
+    if count:
         kinds = ", ".join(f"{kind}: {number}" for kind, number in sorted(timeouts.items()))
         where = f" (on this rank {kinds})" if kinds else ""
         yield "timeouts", f"{count:.0f} responses made their grading fail{where} and are scored as wrong"

@@ -76,7 +76,8 @@ def catching_signals(on_second: Callable[[int], None] = end_process) -> Iterator
         if request.at_once:
             os._exit(128 + number)
         if not request.signal_number:
-            request.signal_number, first_signal_at = number, time.monotonic()
+            request.signal_number = number
+            first_signal_at = time.monotonic()
             if os.environ.get("RANK", "0") == "0" and not request.is_shown:  # one rank prints
                 # A handler must not use buffered output. stderr may be closed, with its ssh session.
                 with contextlib.suppress(OSError):
@@ -116,9 +117,14 @@ class Watchdog:
         per_node: int | None = None,
         end: Callable[[RlctlError], None] = end_rank,
     ) -> None:
-        self._rank, self._run_dir, self._timeout, self._end = rank, run_dir, timeout_s, end
+        self._rank = rank
+        self._run_dir = run_dir
+        self._timeout = timeout_s
+        self._end = end
         self._interval = min(_INTERVAL_S, timeout_s / 60)
-        self._place, self._step, self._phases = "starting", 0, 0
+        self._place = "starting"
+        self._step = 0
+        self._phases = 0
         self._moved = time.monotonic()
         self._signature: object = None
         self._peers = Peers(
@@ -167,8 +173,10 @@ class Watchdog:
             if (stopped := now - last - 2 * self._interval) > 0:
                 # this thread did not run either, so the whole process was suspended
                 self._moved = min(now, self._moved + stopped)
-            if (signature := _stacks(self._trains)) != self._signature:
-                self._signature, self._moved = signature, now
+            signature = _stacks(self._trains)
+            if signature != self._signature:
+                self._signature = signature
+                self._moved = now
             idle = now - self._moved
             self._exchange(idle, now)
             self._react(idle, self._peers.known(now))

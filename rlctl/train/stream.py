@@ -90,9 +90,12 @@ class RolloutStream:
         places: Sequence[int] | None = None,
         in_order: bool = True,
     ) -> None:
-        self._sample, self._executor = sample, executor
-        self._ahead, self._last_step = ahead, last_step
-        self._places, self._in_order = places, in_order
+        self._sample = sample
+        self._executor = executor
+        self._ahead = ahead
+        self._last_step = last_step
+        self._places = places
+        self._in_order = in_order
         self._per_step = 1 if places is None else len(places)
         self._taken = 0  # steps whose groups were taken
         self._started = 0  # steps whose jobs have been started

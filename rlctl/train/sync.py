@@ -155,7 +155,8 @@ def _total_variation(run: Run, batches: list[TokenBatch]) -> str:
     """
     sums = torch.zeros(3, dtype=torch.float64)
     for batch in batches:
-        if (lists := batch.columns.get("most_likely")) is None:
+        lists = batch.columns.get("most_likely")
+        if lists is None:
             continue
         with torch.no_grad():
             own = run.actor.policy(batch.inputs).most_likely
@@ -307,7 +308,8 @@ def _probes(run: Run, step: int, num_most_likely: int = 0) -> list[tuple[str, To
 
 def _probe(run: Run, engine: LockedRollout, step: int, num_most_likely: int = 0) -> TokenBatch:
     """Tokens that the engine samples on each rank for a few prompts, dealt to the ranks that score them."""
-    ranks, prompts = run.ranks, run.train_prompts
+    ranks = run.ranks
+    prompts = run.train_prompts
     first = ranks.rank * PROBE_PROMPTS
     places = [(first + i) % len(prompts) for i in range(PROBE_PROMPTS)]
     episodes = sample_episodes(
@@ -362,7 +364,8 @@ def _compared(
         names = [name]
         by_replica = by_source.sum(0, keepdim=True)
     elif world == 1:
-        names, by_replica = ["the rollout engine"], by_source
+        names = ["the rollout engine"]
+        by_replica = by_source
     else:
         names = [f"the engine of rank {rank}" for rank in range(world)]
         by_replica = by_source

@@ -155,7 +155,8 @@ def _step(
     settings = mini.settings
     gradient = _gradient(mini, fixed, partial(seen.note, mini, is_first=is_first))
     seen.normalize(mini, gradient.mean_weight)
-    sums, losses = gradient.correction, gradient.losses
+    sums = gradient.correction
+    losses = gradient.losses
     _refuse_nonfinite(sums, losses, mini)
     missed = _reason_for_no_step(sums, losses)
     decision = None
@@ -265,10 +266,19 @@ def _with_policy_statistics(mini: MiniBatch, fixed: Correction | None, note: _No
 
 def _corrected_pass_by_pass(mini: MiniBatch, note: _Note) -> _Gradient:
     """Each micro-batch corrected from its own pass; what was not known scales the gradient afterwards."""
-    settings, batch, ranks = mini.settings, mini.batch, mini.ranks
+    settings = mini.settings
+    batch = mini.batch
+    ranks = mini.ranks
     lengths = settings.rules.responses(batch.units).lengths
     num_tokens, num_responses = ranks.sum([float(lengths.sum()), float((lengths > 0).sum())])
-    assumed = BatchStatistics(num_tokens, num_responses, 1.0, settings.loss, mini.terms, num_tokens)
+    assumed = BatchStatistics(
+        num_tokens=num_tokens,
+        num_responses=num_responses,
+        factor=1.0,
+        loss=settings.loss,
+        terms=mini.terms,
+        all_tokens=num_tokens,
+    )
     corrections: list[Sums] = []
 
     def of_micro_batch(micro: MicroBatch, log_probs: Tensor) -> Correction:
@@ -304,7 +314,8 @@ def _backward(
     """
     losses = [no_sums(mini.batch.token_ids.device, mini.terms)]
     for number, forward in enumerate(passes, start=1):
-        micro, output = forward.micro, forward.output
+        micro = forward.micro
+        output = forward.output
         if micro is None:  # this rank has fewer micro-batches than others, which wait for its backward pass
             loss = 0.0 * (output.log_probs.sum() + output.entropy.sum())
         else:
@@ -333,7 +344,14 @@ def _statistics(
         )
     sums = mini.ranks.all_reduce(correction.sums)
     tokens, responses, mean_weight = _divisors(sums, mini.settings)
-    return BatchStatistics(tokens, responses, mean_weight, loss, terms, sums["tokens"]), sums
+    return BatchStatistics(
+        num_tokens=tokens,
+        num_responses=responses,
+        factor=mean_weight,
+        loss=loss,
+        terms=terms,
+        all_tokens=sums["tokens"],
+    ), sums
 
 
 def _divisors(sums: HostSums, settings: UpdateSettings) -> tuple[float, float, float]:
@@ -345,7 +363,9 @@ def _divisors(sums: HostSums, settings: UpdateSettings) -> tuple[float, float, f
 
 def _with_loss_statistics(mini: MiniBatch, log_probs: Tensor, keep: Tensor) -> LossRule:
     """The loss with the statistics that it reads of the kept tokens of the mini-batch, over all ranks."""
-    batch, ranks, settings = mini.batch, mini.ranks, mini.settings
+    batch = mini.batch
+    ranks = mini.ranks
+    settings = mini.settings
     policies = (log_probs[keep], known(batch.old_log_probs)[keep], known(batch.advantages)[keep])
     unit = settings.rules.responses(batch.units).kept(keep)
     return WholeBatch(*policies, unit, ranks.sum, ranks.all_gather).with_statistics(settings.loss)

@@ -82,7 +82,8 @@ def place_of_evaluation(run_dir: Path, step: int) -> Path:
 
 def _sampled(run: Run, questions: PromptDataset) -> list[EvalSample]:
     """This rank's share of the responses, not yet graded."""
-    spec, ranks = run.spec, run.ranks
+    spec = run.spec
+    ranks = run.ranks
     mine = range(ranks.rank, len(questions), ranks.world_size)
     responses: dict[Pair, Response] = {}
     for batch in sample_responses(

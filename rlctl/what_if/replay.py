@@ -48,7 +48,9 @@ def replay(
     named: dict[CorrectionRules, list[Setting]] = {}
     for setting in settings:
         named.setdefault(setting.rules, []).append(setting)
-    sums, all_notes, num_steps = SettingSums([*named]), list[str](), 0
+    sums = SettingSums([*named])
+    all_notes = list[str]()
+    num_steps = 0
 
     def with_advantages() -> Iterator[Step]:
         nonlocal num_steps
@@ -66,7 +68,8 @@ def replay(
         raise UsageError("the dump contains no response with finite log-probs of both policies")
     batch_groups = groups_per_batch or num_groups / num_steps
     advantages = errors(sums, batch_groups)
-    notes, differs = list(dict.fromkeys(all_notes)), False
+    notes = list(dict.fromkeys(all_notes))
+    differs = False
     if advantages is None:
         why = "no advantage differs from zero" if num_groups > 1 else "there is only one prompt group"
         notes.append(f"{why}: errors cannot be estimated, nothing is recommended")

@@ -65,7 +65,8 @@ def advantages_of(step: Step, estimator: str, notes: list[str]) -> NDArray[np.fl
     groups = torch.tensor(step.group_ids)
     if len(np.unique(step.group_ids)) == len(step.group_ids):
         notes.append("one response per prompt: advantages are rewards minus the step's mean")
-        groups, estimator = torch.zeros_like(groups), "rloo"
+        groups = torch.zeros_like(groups)
+        estimator = "rloo"
     elif estimator not in _FROM_REWARDS:
         notes.append(f"advantages of {estimator} are not in the dump: those of rloo are used")
         estimator = "rloo"
@@ -106,12 +107,17 @@ class SettingSums:
     """
 
     def __init__(self, rules: list[CorrectionRules]) -> None:
-        self.rules, count = rules, len(rules)
-        self.weighted, self.exact = np.zeros((count, 4, BLOCKS)), np.zeros((2, BLOCKS))
-        self.product, self.counts = np.zeros(BLOCKS), np.zeros((3, BLOCKS))
+        self.rules = rules
+        count = len(rules)
+        self.weighted = np.zeros((count, 4, BLOCKS))
+        self.exact = np.zeros((2, BLOCKS))
+        self.product = np.zeros(BLOCKS)
+        self.counts = np.zeros((3, BLOCKS))
         self.kish = np.zeros((count, 2, 3))
-        self.kept, self.graded = np.zeros((count, 2)), np.zeros(2)
-        self.beyond, self.largest = np.zeros(count), np.zeros(count)
+        self.kept = np.zeros((count, 2))
+        self.graded = np.zeros(2)
+        self.beyond = np.zeros(count)
+        self.largest = np.zeros(count)
 
     def add(self, batch: Step) -> None:
         """Adds episodes with advantages as one mini-batch; those that were not graded count nowhere."""
@@ -143,8 +149,10 @@ class SettingSums:
         self.counts[1] += _by_block(in_block, torch.ones(len(in_block)))
         self.counts[2] += _by_block(in_block, units.episode.lengths)
         self.product += _by_block(in_block, of_episodes)
-        blocks, product = units.episode.spread(in_block), units.episode.spread(of_episodes)
-        exact, halfway = product * energy, 2.0 / (1.0 + product)
+        blocks = units.episode.spread(in_block)
+        product = units.episode.spread(of_episodes)
+        exact = product * energy
+        halfway = 2.0 / (1.0 + product)
         self.exact[0] += _by_block(blocks, exact)
         self.exact[1] += _by_block(blocks, halfway * product * exact)
         for index, rule in enumerate(self.rules):
@@ -158,7 +166,8 @@ class SettingSums:
             self.largest[index] = max(self.largest[index], float(weights.max()))
             assert done.raw is not None
             assert done.bounded is not None
-            raw, applied = done.raw, weights
+            raw = done.raw
+            applied = weights
             if not rule.weight.by_token:
                 level = rule.segments(units, CORRECTION_WEIGHTS.part(str(rule.weight.level)).unit)
                 applied = done.bounded * level.any(done.keep) / factor

@@ -87,7 +87,8 @@ class Tradeoff:
         ]
         document = asdict(replace(self, outcomes=()))
         del document["outcomes"]
-        if (usable := self.usable_length) is not None:
+        usable = self.usable_length
+        if usable is not None:
             known = {"predicted": usable.predicted if math.isfinite(usable.predicted) else None}
             document["usable_length"] |= known | {"measured": usable.measured, "text": usable.text}
         return document | {"settings": settings}

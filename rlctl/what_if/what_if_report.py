@@ -29,7 +29,8 @@ def cells(outcome: SettingOutcome) -> tuple[str, ...]:
 
 def name_of(outcome: SettingOutcome) -> str:
     """Name of the setting, names of two others with identical results, and the number of further ones."""
-    named, more = outcome.same_as[:2], len(outcome.same_as) - 2
+    named = outcome.same_as[:2]
+    more = len(outcome.same_as) - 2
     others = ", ".join((*named, f"{more} more") if more > 0 else named)
     return outcome.setting.name + (f" (= {others})" if others else "")
 

@@ -30,13 +30,15 @@ def what_if(path: Path, *, trust: bool = False) -> Tradeoff:
     """
     from rlctl.what_if.replay import replay  # imports torch, which takes seconds
 
-    dump, lengths = find_dump(path), PrefixSums()
+    dump = find_dump(path)
+    lengths = PrefixSums()
     dump = dump._replace(steps=_noted(dump.steps, lengths))
     spec, notes = _spec_of_dump(dump, trust)
     if spec is None:
         tradeoff = replay(dump.steps, grid())
         return replace(tradeoff, notes=(*notes, *tradeoff.notes), usable_length=lengths.result())
-    algorithm, correction = spec.algorithm, spec.algorithm.rollout_correction
+    algorithm = spec.algorithm
+    correction = spec.algorithm.rollout_correction
     omitted = "the run's own setting is omitted"
     why_omitted = {
         f"in bypass mode loss_type={correction.loss_type} corrects by its own ratio and applies no weight: "
@@ -46,7 +48,8 @@ def what_if(path: Path, *, trust: bool = False) -> Tradeoff:
         f"the ages of responses are not in the dump: {omitted}": "age" in correction_rules(correction).needs,
     }
     for section in sections_on(spec).values():
-        if why := section.why_not_replayed(spec):
+        why = section.why_not_replayed(spec)
+        if why:
             why_omitted[f"{why}: {omitted}"] = True
     notes += [why for why, is_so in why_omitted.items() if is_so]
     if algorithm.use_kl_in_reward:

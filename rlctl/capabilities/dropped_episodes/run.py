@@ -55,7 +55,8 @@ class DroppedEpisodes(Capability):
 
         Nothing is logged of a step without any.
         """
-        ranks, graded = record.ranks, record.graded
+        ranks = record.ranks
+        graded = record.graded
         own = dropped_episodes(self._spec, graded, record.policy_version, withheld=record.withheld)
         [num_dropped] = ranks.sum([float(len(own))])
         if not num_dropped:

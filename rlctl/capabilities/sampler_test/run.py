@@ -33,7 +33,8 @@ class SamplerTest(Capability):
 
     def updated(self, record: StepRecord) -> dict[str, float]:
         """Bets on the tokens of one batch."""
-        batch, spec = record.batch, self._spec
+        batch = record.batch
+        spec = self._spec
         bypass = spec.algorithm.rollout_correction.bypass_mode
         num_groups = spec.ppo_mini_batch_size if bypass else spec.data.train_batch_size
         tested = batch.units.episode.spread(batch.group_ids < num_groups)

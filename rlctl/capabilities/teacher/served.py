@@ -135,7 +135,8 @@ class ServedTeacher:
             raise RunFailure(f"the server answers {len(choices)} of {len(prompts)} prompts", where=where)
         scored = [choice.prompt_logprobs or [] for choice in sorted(choices, key=lambda each: each.index)]
         if not all(scored):
-            message, fix = "the server gives no log-probs of prompts", "use one that does, such as vLLM"
+            message = "the server gives no log-probs of prompts"
+            fix = "use one that does, such as vLLM"
             raise RunFailure(message, where=where, fix=fix)
         for prompt, entries in zip(prompts, scored, strict=True):
             if len(entries) != len(prompt):
@@ -146,7 +147,8 @@ class ServedTeacher:
                     raise RunFailure(
                         f"the server gives no log-prob of token {token} of a prompt", where=where
                     )
-                if (mass := sum(math.exp(entry.logprob) for entry in listed.values())) > 1.0 + _ROUNDING:
+                mass = sum(math.exp(entry.logprob) for entry in listed.values())
+                if mass > 1.0 + _ROUNDING:
                     raise RunFailure(f"the server's probabilities of a token sum to {mass:.4g}", where=where)
         return scored
 

@@ -148,7 +148,9 @@ def read_wandb(stream: IO[bytes], reading: LogReading) -> None:
     from google.protobuf.message import DecodeError
     from wandb.proto.wandb_internal_pb2 import Record
 
-    console, cut, number = ConsoleReader(reading), "", 0
+    console = ConsoleReader(reading)
+    cut = ""
+    number = 0
     for content in _wandb_records(stream, reading):
         try:
             record = Record.FromString(content)
@@ -185,13 +187,15 @@ def _wandb_records(stream: IO[bytes], reading: LogReading) -> Iterator[bytes]:
     longer includes a reader of this format.
     """
     stream.read(_HEADER_BYTES)
-    position, parts = _HEADER_BYTES, b""
+    position = _HEADER_BYTES
+    parts = b""
     while True:
         left = _BLOCK_BYTES - position % _BLOCK_BYTES
         if left < _RECORD_HEADER_BYTES:
             position += len(stream.read(left))
         header = stream.read(_RECORD_HEADER_BYTES)
-        length, kind = int.from_bytes(header[4:6], "little"), header[6:]
+        length = int.from_bytes(header[4:6], "little")
+        kind = header[6:]
         content = stream.read(length)
         if len(header) < _RECORD_HEADER_BYTES or len(content) < length or kind == b"\0":
             if header.strip(b"\0"):

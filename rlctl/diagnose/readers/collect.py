@@ -167,13 +167,15 @@ class Collector:
 
     def finish(self) -> Collected:
         """Merges all clocks into one axis of steps; the collector is empty afterwards."""
-        kept, notes = {}, []
+        kept = {}
+        notes = []
         for name, clock in self._clocks.items():
             in_order = _goes_back_by_restarts_only(clock, list(self._name_sets))
             own = np.array(clock.steps)
             kept[name] = _last_pass(own) if in_order else np.ones(len(own), dtype=bool)
             notes += [] if in_order else ["the rows are out of order: they are sorted by step"]
-        if twice := sum(_logged_twice(clock, kept[name]) for name, clock in self._clocks.items()):
+        twice = sum(_logged_twice(clock, kept[name]) for name, clock in self._clocks.items())
+        if twice:
             why = "two processes in one log?"
             notes.append(f"{twice} steps are logged twice with other values ({why}): the last counts")
         self._drop_stale_evaluations(kept)
@@ -193,7 +195,8 @@ class Collector:
                 rows = np.array(column.rows, dtype=np.int64)
                 use = kept[name][rows]
                 values[places[rows[use]]] = np.array(column.values)[use]  # the last value of a step is kept
-                if bad := [row for row in column.bad if kept[name][row]]:
+                bad = [row for row in column.bad if kept[name][row]]
+                if bad:
                     nonfinite[key] = np.union1d(nonfinite.get(key, axis[:0]), steps[name][bad])
         if self._num_fractions:
             notes.append(f"{self._num_fractions} steps are no whole numbers: they are rounded down")
@@ -203,7 +206,14 @@ class Collector:
         if ratio and ratio > 1:
             notes.append(f"{ratio} updates per rollout: a step is a rollout, its last update is shown")
         names = frozenset(self.names)
-        return Collected(axis, columns, nonfinite, names, ratio, tuple(notes))
+        return Collected(
+            steps=axis,
+            columns=columns,
+            nonfinite=nonfinite,
+            names=names,
+            updates_per_rollout=ratio,
+            notes=tuple(notes),
+        )
 
     def _layout(self, row: Mapping[str, Any]) -> _Layout | None:
         step_key = next((key for key in self.step_keys if key in row), None)
@@ -214,7 +224,13 @@ class Collector:
         clock = self._clocks.setdefault(_clock_of(step_key, metrics), _Clock())
         names = filter(self.keeps, metrics)
         kept = tuple((name, clock.columns.setdefault(name, _Column())) for name in names)
-        layout = _Layout(clock, self._number_of(frozenset(metrics)), step_key, kept, None in row.values())
+        layout = _Layout(
+            clock=clock,
+            number=self._number_of(frozenset(metrics)),
+            step_key=step_key,
+            columns=kept,
+            has_nulls=None in row.values(),
+        )
         return self._layouts.setdefault(tuple(row), layout)
 
     def _number_of(self, names: frozenset[str]) -> int:
@@ -224,7 +240,8 @@ class Collector:
         """Drops evaluations that a restart repeats: those of steps that the main rows log again later."""
         if not kept.keys() >= {MAIN, EVAL} or kept[MAIN].all():
             return
-        main, evals = self._clocks[MAIN], self._clocks[EVAL]
+        main = self._clocks[MAIN]
+        evals = self._clocks[EVAL]
         steps = np.array(main.steps)
         lowest_later = np.append(np.minimum.accumulate(steps[::-1])[::-1], _LARGEST_STEP)
         next_main = np.searchsorted(np.array(main.order), np.array(evals.order))
@@ -278,11 +295,13 @@ def _rounded_down(value: object) -> int | None:
 
 def _logged_twice(clock: _Clock, kept: NDArray[np.bool_]) -> int:
     """Number of steps that neighbouring rows log, under one name, with other values."""
-    steps, twice = np.array(clock.steps, dtype=np.int64), set()
+    steps = np.array(clock.steps, dtype=np.int64)
+    twice = set()
     for column in clock.columns.values():
         rows = np.array(column.rows, dtype=np.int64)
         use = kept[rows]
-        own, values = steps[rows[use]], np.array(column.values)[use]
+        own = steps[rows[use]]
+        values = np.array(column.values)[use]
         again = (np.diff(own) == 0) & (np.diff(values) != 0.0)
         twice |= set(own[1:][again].tolist())
     return len(twice)

@@ -83,7 +83,8 @@ def _continues_verl(before: str, text: str) -> bool:
 def _piped_cells(text: str) -> Row:
     row: Row = {}
     for cell in map(str.strip, text.split("|")):
-        if match := _CELL.fullmatch(cell) or _CELL.match(cell):
+        match = _CELL.fullmatch(cell) or _CELL.match(cell)
+        if match:
             row.setdefault(match["name"].strip(), printed_number(match["number"] + match["percent"]))
     return row
 
@@ -178,7 +179,8 @@ class ConsoleReader:
         text = text[len(prefix) :]
         if not text.strip():
             return self._blank()
-        if other := _OTHER_PROCESS.search(text, 1):
+        other = _OTHER_PROCESS.search(text, 1)
+        if other:
             head = text[: other.start()]
             if self._wrapped or prefix in self._braces or self._may_be_row(head):
                 text = head
@@ -195,7 +197,8 @@ class ConsoleReader:
         for framework, form in self._forms:
             if form.contains not in text or (framework == UNKNOWN and len(text) > _LONGEST):
                 continue
-            if not (match := form.line.search(text)):
+            match = form.line.search(text)
+            if not match:
                 continue
             step = _step_of(match)
             if form.figures in _BELOW and step is not None:
@@ -219,7 +222,8 @@ class ConsoleReader:
         elif not any("/" in name for name in row):
             return False
         clock = form.clocks.get(match["clock"], form.clocks["*"]) if form.clocks else "step"
-        if (step := _step_of(match)) is not None:
+        step = _step_of(match)
+        if step is not None:
             row[clock] = step
         return self._rows.add(framework, row, None if framework == UNKNOWN else framework)
 
@@ -238,7 +242,8 @@ class ConsoleReader:
 
     def _end_wrapped(self) -> None:
         if self._wrapped is not None:
-            (framework, form, text, match), self._wrapped = self._wrapped, None
+            framework, form, text, match = self._wrapped
+            self._wrapped = None
             if match or (match := form.line.search(text)):
                 self._row(framework, form, match)
 
@@ -248,7 +253,8 @@ class ConsoleReader:
         """Reads progress bars, dictionaries, tables and lists; otherwise settings, headings, exceptions."""
         if "%|" in text and self._bar(text):
             return True
-        step, self._next_step = self._next_step, None
+        step = self._next_step
+        self._next_step = None
         may_be_dictionary = "{" in text or text.lstrip()[:1] in "'\""
         if may_be_dictionary and (found := self._dictionaries(prefix, text, step)) is not None:
             return found
@@ -260,7 +266,8 @@ class ConsoleReader:
             self._end_listing()
         if self._listing.is_empty:
             self._list_step = step
-        if entry := self._listing.take(text):
+        entry = self._listing.take(text)
+        if entry:
             has_metric = any(map(self._rows.wants, entry))
             if not has_metric:
                 self._settings(text)
@@ -291,9 +298,12 @@ class ConsoleReader:
 
     def _dictionaries(self, prefix: str, text: str, step: int | None) -> bool | None:
         """Reads the dictionaries of a line, or begins one; True if one is a row, None if there is none."""
-        added, start, may_begin = [], text.find("{"), len(self._braces) < _MOST_PROCESSES
+        added = []
+        start = text.find("{")
+        may_begin = len(self._braces) < _MOST_PROCESSES
         while start >= 0:
-            if match := _DICTIONARY.match(text, start):
+            match = _DICTIONARY.match(text, start)
+            if match:
                 added.append(self.add(pairs(match.group()), step))
                 start = match.end()
             elif may_begin and len(text) - start <= _LONGEST and (braces := Braces.begin(text[start:], step)):

@@ -102,7 +102,8 @@ def read_run(
         UsageError: as `read_runs`; or there are several runs.
     """
     runs = read_runs(path, wanted, readers)
-    first, second = next(runs), next(runs, None)
+    first = next(runs)
+    second = next(runs, None)
     if second is not None:
         shown = f"{first.path}, {second.path}"
         raise UsageError(f"several runs, such as {shown}", where=str(path), fix="name one of them")
@@ -179,7 +180,8 @@ def _preview(files: Sequence[Path], readers: Readers) -> Preview | None:
         _read_files(files, reading)
     except UsageError:
         return None
-    num_rows, last_step = reading.collector.num_rows, reading.collector.last_step
+    num_rows = reading.collector.num_rows
+    last_step = reading.collector.last_step
     collected = reading.collector.finish()
     if not num_rows:
         return Preview((0, 0, 0), {}) if reading.exception else None
@@ -228,7 +230,8 @@ def _read_files(files: Sequence[Path], reading: LogReading) -> None:
 
 
 def _read(source: LogSource, reading: LogReading) -> None:
-    head, where = source.head, str(source.path)
+    head = source.head
+    where = str(source.path)
     if not head.strip():
         message = "nothing in this compressed file can be read" if source.notes else "the log is empty"
         raise UsageError(message, where=where, fix=_KNOWN_LOGS)

@@ -126,7 +126,8 @@ class PrintedTable:
     """
 
     def __init__(self, delimiter: str | None, names: list[str]) -> None:
-        self._delimiter, self._names = delimiter, names
+        self._delimiter = delimiter
+        self._names = names
         found = [_STEP_COLUMN.fullmatch(name) for name in names[1:]]
         self._steps = [int(match[1]) for match in found if match] if all(found) else []
 
@@ -141,7 +142,8 @@ class PrintedTable:
         names = _cells(text, delimiter)
         if len(names) < 2 or any(printed_number(name) is not None for name in names):
             return None
-        table, wanted = cls(delimiter, names), sum(map(wants, names))
+        table = cls(delimiter, names)
+        wanted = sum(map(wants, names))
         has_step = any(name in step_keys for name in names)
         return table if table._steps or (wanted and (has_step or wanted > 1)) else None
 
@@ -242,7 +244,9 @@ class Listing:
 
     def end(self) -> tuple[str, Row]:
         """Ends the list; returns its style and all entries since the last end."""
-        row, self._row, self._section = self._row, {}, ""
+        row = self._row
+        self._row = {}
+        self._section = ""
         return self._style, row
 
 
@@ -250,7 +254,8 @@ def _entry(text: str) -> tuple[str, float] | None:
     """Name and value of `name: value`, `name = value` or `name value`, also bulleted or quoted; else None."""
     text = text.strip().removeprefix("wandb:").rstrip(",").removesuffix(" tokens").removesuffix(" nats")
     at = max(text.rfind(mark) for mark in " \t:=")
-    name, last = text[:at].strip(" \t:=•*·-'\"`"), text[at + 1 :]
+    name = text[:at].strip(" \t:=•*·-'\"`")
+    last = text[at + 1 :]
     if at < 1 or len(last) > _LONGEST_NUMBER or not _ENTRY_NAME.fullmatch(name):
         return None
     number = printed_number(last)

@@ -63,9 +63,11 @@ class PrintedRows:
 
     def progress(self, text: str) -> bool:
         """Records the positions of the trainer's progress bars; True if the last one is full."""
-        is_full, end = False, 0
+        is_full = False
+        end = 0
         for bar in _BAR.finditer(text):
-            what, end = text[end : bar.start()].strip(), bar.end()
+            what = text[end : bar.start()].strip()
+            end = bar.end()
             if (not what or "train" in what.lower()) and len(self._bars) < _MOST_BARS:
                 self._bars[int(bar["all"])] = int(bar["done"])
                 is_full = bar["all"] == bar["done"]
@@ -124,7 +126,8 @@ class PrintedRows:
             (form.framework is not None, form.collector.num_known, form.collector.num_rows) for form in held
         ]
         best = held[sizes.index(max(sizes))]
-        json, known = self._reading.collector.num_known, best.collector.num_known
+        json = self._reading.collector.num_known
+        known = best.collector.num_known
         if json > (2 * known if best.framework else 0) and json >= known:
             return
         self._reading.collector = best.collector
@@ -265,7 +268,8 @@ class FirstError:
     def take(self, text: str, line: int) -> None:
         """Processes one line that is not a row."""
         if _TRACEBACK in text:
-            self._in_traceback, self._frame = True, ""
+            self._in_traceback = True
+            self._frame = ""
         elif 'File "' in text and (frame := _FRAME.search(text)):
             function = f", in {frame['function']}" if frame["function"] else ""
             self._in_traceback = True
@@ -281,7 +285,8 @@ class FirstError:
         return self._in_traceback or bool(self._found)
 
     def _keep(self, text: str, kind: str, line: int) -> None:
-        where, self._in_traceback = self._frame if self._in_traceback else "", False
+        where = self._frame if self._in_traceback else ""
+        self._in_traceback = False
         known = {text[:_LONGEST], where} - {""}
         self._since_row |= known
         if known & self._survived:

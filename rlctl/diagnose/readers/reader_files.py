@@ -106,11 +106,13 @@ class RowForm(BaseModel):
     @model_validator(mode="after")
     def _has_groups(self) -> RowForm:
         needed = {"body"} if self.figures in IN_LINE else {"step"}
-        if missing := needed - self.line.groupindex.keys():
+        missing = needed - self.line.groupindex.keys()
+        if missing:
             raise ValueError(f"`line` has no group (?P<{sorted(missing)[0]}>…)")
         if self.clocks and not ("clock" in self.line.groupindex and "*" in self.clocks):
             raise ValueError("`clocks` needs a group (?P<clock>…) in `line`, and a name for `*`")
-        if unknown := [name for name in self.clocks.values() if name not in STEP_KEYS]:
+        unknown = [name for name in self.clocks.values() if name not in STEP_KEYS]
+        if unknown:
             raise ValueError(f"`clocks`: no step is named {unknown[0]}")
         return self
 
@@ -170,7 +172,8 @@ class Reader(BaseModel):
             if one in self.names:
                 return self.names[one]
         for pattern, named in self.patterns.items():
-            if match := pattern.fullmatch(short):
+            match = pattern.fullmatch(short)
+            if match:
                 return replace(named, key=match.expand(named.key))
         return NamedMetric(name) if self.uses_rlctl_names and describe(name) else None
 

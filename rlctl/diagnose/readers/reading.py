@@ -47,7 +47,8 @@ def canonical_table(
 
     Columns are taken out of `collected`. `known`: the facts from the run's spec, if there is one.
     """
-    name_of, table = framework.framework, framework.config
+    name_of = framework.framework
+    table = framework.config
     configured = configured_facts(name_of, table, reading.config)
     stated = configured_facts(name_of, table, reading.stated, is_complete=False)
     sources = [
@@ -79,7 +80,8 @@ def canonical_table(
         is_sibling = before and before.name.rpartition("/")[0] == name.rpartition("/")[0]
         if named.key not in wanted or (before and not (is_sibling and named.aggregate == "sum")):
             continue
-        if why := next((why for pattern, why in others.items() if re.fullmatch(pattern, name)), ""):
+        why = next((why for pattern, why in others.items() if re.fullmatch(pattern, name)), "")
+        if why:
             reading.notes.append(f"{name} is left out: with {why} it is another quantity")
             continue
         column = collected.columns.pop(name, None)

@@ -104,7 +104,8 @@ def _logs(directory: Path) -> Iterator[Log]:
             continue
         is_deepest = len(here.parts) - depth >= _DEEPEST
         folders[:] = [] if is_deepest else sorted(f for f in folders if not f.startswith("."))
-        if events := tuple(here / name for name in sorted(names) if _EVENTS in name):
+        events = tuple(here / name for name in sorted(names) if _EVENTS in name)
+        if events:
             yield Log(events, here if len(events) > 1 else events[0])
         for name in sorted(names):
             if Path(name).suffix in _SUFFIXES and name not in _REPEATS and _EVENTS not in name:
@@ -141,7 +142,8 @@ def _is_same(a: Mapping[str, NDArray[np.float64]], b: Mapping[str, NDArray[np.fl
         rounding = (_ROUNDING if varied else 0.0) + _ROUNDING * np.abs(values)
         ordered = np.sort(others)
         places = np.searchsorted(ordered, values)
-        below, above = ordered[np.maximum(places - 1, 0)], ordered[np.minimum(places, len(ordered) - 1)]
+        below = ordered[np.maximum(places - 1, 0)]
+        above = ordered[np.minimum(places, len(ordered) - 1)]
         nearest = np.minimum(np.abs(values - below), np.abs(values - above))
         num_same += int((nearest <= rounding).sum())
         num_values += len(values)
@@ -150,7 +152,8 @@ def _is_same(a: Mapping[str, NDArray[np.float64]], b: Mapping[str, NDArray[np.fl
 
 def _is_near(one: _Known, other: _Known) -> bool:
     """Whether two logs may be of one run by their places."""
-    a, b = one.log.files[0], other.log.files[0]
+    a = one.log.files[0]
+    b = other.log.files[0]
     if a.parent == b.parent:
         return a.suffix != b.suffix
     return a.parent in b.parents or b.parent in a.parents

@@ -39,7 +39,8 @@ def read_lines(stream: IO[bytes], reading: LogReading) -> None:
             has_row = console.read(line, number)
         else:
             if row.keys() == _VERL_KEYS and not num_objects:  # verl's file logger
-                reading.hint, collector.null_is_nan = "verl", True
+                reading.hint = "verl"
+                collector.null_is_nan = True
             before = collector.last_step
             is_object = collector.add(row)
             num_objects += is_object
@@ -90,7 +91,8 @@ def read_document(stream: IO[bytes], reading: LogReading) -> bool:
         document = from_json(content, cache_strings="keys")
     except ValueError:
         try:
-            document, is_cut = from_json(content, cache_strings="keys", allow_partial=True), True
+            document = from_json(content, cache_strings="keys", allow_partial=True)
+            is_cut = True
         except ValueError:
             return False
     if isinstance(document, Mapping):

@@ -83,13 +83,16 @@ def _append(messages: list[Message], message: Any, where: str) -> None:
     """Appends a message; its results of tools are messages of their own, before its text."""
     if not isinstance(message, dict):
         raise wrong(where, "a message is an object with role and content")
-    role, content = message.get("role"), message.get("content")
+    role = message.get("role")
+    content = message.get("content")
     if role not in ("user", "assistant", "system"):
         raise wrong(f"{where}.role", f"{role!r} is neither user nor assistant")
     refuse_fields(message, ("tool_calls", "function_call"), where, "calls are blocks tool_use of the content")
     where = f"{where}.content"
     blocks = content if isinstance(content, list) else [{"type": "text", "text": text_in(content, (), where)}]
-    texts, calls, results = list[str](), list[tuple[str, str, Any]](), list[Message]()
+    texts = list[str]()
+    calls = list[tuple[str, str, Any]]()
+    results = list[Message]()
     for place, block in enumerate(blocks):
         kind = block.get("type") if isinstance(block, dict) else None
         if kind == "tool_use" and role == "assistant":
@@ -115,7 +118,9 @@ def _say(messages: list[Message], role: str, text: str) -> None:
 
 
 def _call(block: Mapping[str, Any], where: str) -> tuple[str, str, dict[str, Any]]:
-    number, name, given = block.get("id"), block.get("name"), block.get("input")
+    number = block.get("id")
+    name = block.get("name")
+    given = block.get("input")
     if not isinstance(number, str) or not isinstance(name, str) or not isinstance(given, dict):
         raise wrong(where, "a tool_use has id, name and input, an object")
     return number, name, given

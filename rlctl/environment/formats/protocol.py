@@ -27,7 +27,9 @@ class Refused(Exception):
 
     def __init__(self, status: int, code: str, message: str, param: str = "") -> None:
         super().__init__(message)
-        self.status, self.code, self.param = status, code, param
+        self.status = status
+        self.code = code
+        self.param = param
 
 
 def wrong(param: str, what: str) -> Refused:
@@ -229,7 +231,8 @@ def tools_in(
     tools = body.get("tools") or []
     if not isinstance(tools, list):
         raise wrong("tools", "give a list")
-    schemas, seen = [], set[str]()
+    schemas = []
+    seen = set[str]()
     for index, tool in enumerate(tools):
         schemas.append(schema(tool, where.format(index)))
         name = schemas[-1]["function"]["name"]

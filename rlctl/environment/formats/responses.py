@@ -57,11 +57,13 @@ def read(body: Any, conversation: Callable[[str], list[Message] | None]) -> Chat
     """See `WireFormat.read`."""
     ignored = FIELDS.check(body)
     _check_text(body.get("text") or {})
-    instructions, given = body.get("instructions"), body.get("input")
+    instructions = body.get("instructions")
+    given = body.get("input")
     if not isinstance(instructions or "", str):
         raise wrong("instructions", "give text")
     messages: list[Message] = [{"role": "system", "content": instructions}] if instructions else []
-    if (previous := body.get("previous_response_id")) is not None:
+    previous = body.get("previous_response_id")
+    if previous is not None:
         known = conversation(str(previous).removeprefix("resp_"))
         if known is None:
             raise Refused(
@@ -101,7 +103,8 @@ def _append_items(messages: list[Message], items: list[Any]) -> None:
         if not isinstance(item, dict):
             raise wrong(where, "an item is an object")
         refuse_fields(item, ("tool_calls", "function_call"), where, "calls are items function_call")
-        kind, role = item.get("type") or "message", item.get("role")
+        kind = item.get("type") or "message"
+        role = item.get("role")
         if kind == "reasoning":
             continue
         if kind == "function_call":
@@ -124,7 +127,8 @@ def _end_turn(messages: list[Message], text: list[str], calls: list[tuple[str, s
 
 
 def _call(item: Mapping[str, Any], where: str) -> tuple[str, str, dict[str, Any]]:
-    number, name = item.get("call_id"), item.get("name")
+    number = item.get("call_id")
+    name = item.get("name")
     if not isinstance(number, str) or not isinstance(name, str):
         raise wrong(where, "a function_call has call_id, name and arguments")
     return number, name, arguments_in(item.get("arguments"), f"{where}.arguments")

@@ -87,7 +87,8 @@ def detach(machine: str) -> None:
         (_PR_SET_DUMPABLE, 0),
     ):
         _checked(_libc.prctl(option, value, 0, 0, 0), f"prctl({option})")
-    header, nothing = struct.pack("=Ii", _CAPABILITY_VERSION_3, 0), bytes(24)
+    header = struct.pack("=Ii", _CAPABILITY_VERSION_3, 0)
+    nothing = bytes(24)
     _checked(_libc.syscall(_CAPSET[machine], header, nothing), "capset")
 
 

@@ -120,7 +120,8 @@ class _Printed(io.TextIOBase):
     """The first `most` characters of what is printed, and a mark if there was more."""
 
     def __init__(self, most: int) -> None:
-        self.text, self._left = "", most
+        self.text = ""
+        self._left = most
 
     def writable(self) -> bool:
         return True
@@ -128,7 +129,8 @@ class _Printed(io.TextIOBase):
     def write(self, text: str) -> int:
         """Keeps what there is place for."""
         if len(text) > self._left >= 0:
-            self.text, self._left = f"{self.text}{text[: self._left]} … (cut)", -1
+            self.text = f"{self.text}{text[: self._left]} … (cut)"
+            self._left = -1
         elif self._left >= 0:
             self.text, self._left = self.text + text, self._left - len(text)
         return len(text)

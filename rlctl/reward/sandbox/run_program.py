@@ -298,7 +298,8 @@ class _Jail:
 
     def reply(self, meter: _Meter, num_messages: int, max_bytes: int) -> bytes | None:
         """What the process sends until it ends; None if it reaches a limit or sends more than it should."""
-        reply, is_open = b"", True
+        reply = b""
+        is_open = True
         self._line.settimeout(TICK_S)
         while is_open or self.process.poll() is None:
             if meter.is_over() or _uses_much_disk(self._work):
@@ -371,7 +372,8 @@ class _Meter:
             NotRun: they have not, but need too long because the machine is busy.
         """
         self._waits.look()
-        cpu, elapsed = sum(map(cpu_seconds, self._pids)) - self._cpu, time.monotonic() - self._start
+        cpu = sum(map(cpu_seconds, self._pids)) - self._cpu
+        elapsed = time.monotonic() - self._start
         if cpu > self._limit_s or elapsed - self._waits.waited > ELAPSED * self._limit_s:
             return True
         if elapsed > STALLED * self._limit_s:

@@ -178,7 +178,7 @@ KINDS: dict[str, dict[str, tuple[str, ...]]] = {
     "every number of the spec at its extremes, and every fault of a first row": {
         "unit/train/test_first_row.py": (
             "test_all_errors_come_at_once_and_before_anything_starts",
-            "test_the_dry_run_is_short_and_begins_with_the_verdict",
+            "test_the_dry_run_is_short_and_says_first_whether_the_run_can_start",
             "test_models_that_are_elsewhere_are_listed_as_not_checked",
             "test_rows_that_are_not_the_first_are_read_too",
         ),

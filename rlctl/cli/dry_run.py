@@ -84,7 +84,7 @@ def print_dry_run(loaded: LoadedSpec, options: PlanOptions) -> int:
     if options.output_format == "json":
         write_out(as_json(plan_document(placement, [*loaded.warnings, *unusable, *missing])), None)
         return exit_code
-    used = summary.print_verdict([*loaded.warnings, *unusable, *missing], placement, console)
+    used = summary.print_result([*loaded.warnings, *unusable, *missing], placement, console)
     sections = [summary.inferred(loaded), summary.checked(row), summary.so_far(spec, options.resumed)]
     if not options.show_all:
         sections += [summary.correction(spec), summary.values(loaded)]

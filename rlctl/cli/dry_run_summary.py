@@ -1,8 +1,11 @@
-"""The short dry run: verdict, what was inferred and checked, the correction, the values; at most 40 lines."""
+"""The short dry run, at most 40 lines: whether the run can start, what was inferred and checked, the
+correction, the values.
+"""
 
 from __future__ import annotations
 
 import statistics
+from collections import Counter
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
@@ -40,22 +43,33 @@ MOST_LINES, _LEAST_LINES = 40, 3
 _PROMPT_LINES, _PROMPT_CHARS = 8, 100
 
 
-def print_verdict(problems: Sequence[Problem], placement: Placement, console: Console) -> int:
-    """Prints all errors and warnings, peak memory and time; returns the number of lines."""
-    counts = [sum(problem.severity == severity for problem in problems) for severity in ("error", "warning")]
-    words = [
-        count_of(number, name) for number, name in zip(counts, ("error", "warning"), strict=True) if number
-    ]
-    says = "the run cannot start" if counts[0] else "the run can start"
-    if not counts[0] and (missing := first_missing(*TRAINING)):
-        says += f" after {missing.fix}"
-    style = "bold red" if counts[0] else "bold green"
-    console.print(Text(f"{', '.join(words) or 'no errors'}: {says}", style))
+def print_result(problems: Sequence[Problem], placement: Placement, console: Console) -> int:
+    """Prints whether the run can start, all errors and warnings, peak memory and time.
+
+    Returns:
+        The number of lines.
+    """
+    console.print(_first_line(problems))
     print_problems(problems, console)
-    lines = _figures(placement)
-    for name, text in lines:
+    num_lines = 1
+    for problem in problems:
+        num_lines += 1 + bool(problem.where) + bool(problem.fix)
+    for name, text in _figures(placement):
         print_indented(Text(text), 2, console, head=Text(f"{name:<15}", "bold"))
-    return 1 + len(lines) + sum(1 + bool(problem.where) + bool(problem.fix) for problem in problems)
+        num_lines += 1
+    return num_lines
+
+
+def _first_line(problems: Sequence[Problem]) -> Text:
+    """E.g. `1 error, 2 warnings: the run cannot start`."""
+    counts = Counter(problem.severity for problem in problems)
+    words = [count_of(counts[name], name) for name in ("error", "warning") if counts[name]]
+    before = ", ".join(words) or "no errors"
+    if counts["error"]:
+        return Text(f"{before}: the run cannot start", "bold red")
+    missing = first_missing(*TRAINING)
+    after = f" after {missing.fix}" if missing else ""
+    return Text(f"{before}: the run can start{after}", "bold green")
 
 
 def _figures(placement: Placement) -> list[tuple[str, str]]:
@@ -108,10 +122,12 @@ def count_of(number: int, name: str, plural: str = "s") -> str:
 def print_sections(sections: Sequence[Section], console: Console, most: int | None) -> None:
     """Prints those that have lines; `most` lines in all, titles and empty lines included."""
     for title, lines in sections:
-        room = len(lines) if most is None else most - 2
-        if not lines or room < min(_LEAST_LINES, len(lines)):
+        left = len(lines) if most is None else most - 2  # below the title and the empty line before it
+        if not lines or left < min(_LEAST_LINES, len(lines)):
             continue
-        shown = lines if len(lines) <= room else [*lines[: room - 1], Text("… the rest: --all", "dim")]
+        shown = lines
+        if len(lines) > left:
+            shown = [*lines[: left - 1], Text("… the rest: --all", "dim")]
         print_title(title, console)
         for line in shown:
             print_indented(line, 2, console)

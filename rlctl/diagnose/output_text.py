@@ -34,7 +34,7 @@ _STYLES = {
 }
 _LABEL_STYLES = {"logged": "dim", "confidence": "dim", "unchecked": "dim", "source": "dim"}
 _CHART_WIDTH, _BLOCKS = 60, "▁▂▃▄▅▆▇█"
-_LABEL_WIDTH, _LEAST_ROOM = 12, 20
+_LABEL_WIDTH, _LEAST_WIDTH = 12, 20
 #: Terminal columns next to a chart: indent, labels, and the range of its values.
 _NEXT_TO_CHART = 38
 
@@ -111,17 +111,19 @@ def _print_finding(console: Console, finding: FindingReport, run: RunLog) -> Non
 
 def _print_line(console: Console, label: str, text: Text, *, in_one_line: bool) -> None:
     """Prints a label and its text, which wraps only on a terminal and without `in_one_line`."""
-    room = max(_LEAST_ROOM, console.width - _LABEL_WIDTH - 2)
-    for line in [text] if in_one_line or not console.is_terminal else text.wrap(console, room):
+    lines = [text]
+    if console.is_terminal and not in_one_line:
+        lines = list(text.wrap(console, max(_LEAST_WIDTH, console.width - _LABEL_WIDTH - 2)))
+    for line in lines:
         line.rstrip()
         console.print(Text.assemble(f"  {label:<{_LABEL_WIDTH}}", line), soft_wrap=True)
         label = ""
 
 
-def _chart(evidence: Evidence, style: str, run: RunLog, room: int) -> Iterator[Text]:
+def _chart(evidence: Evidence, style: str, run: RunLog, width: int) -> Iterator[Text]:
     """The metric over the run as a line of blocks, and a second line that marks the evidence's steps."""
     series = run.table.series(evidence.metric)
-    blocks, steps = sparkline(series, max(8, min(_CHART_WIDTH, room)))
+    blocks, steps = sparkline(series, max(8, min(_CHART_WIDTH, width)))
     if len(blocks) < 2 or evidence.first_step is None or evidence.last_step is None:
         return
     first = max(0, int(steps.searchsorted(evidence.first_step, "right")) - 1)

@@ -482,7 +482,7 @@ def reference_drift(run: RunLog) -> Detection | None:
     thresholds=f"— / ≥ {STRONG_PENALTY:g}, KL < {HELD_KL:g}, unless learned³ / —",
 )
 def strong_penalty(run: RunLog) -> Detection | Skipped | None:
-    """The KL penalty leaves the policy room to learn."""
+    """The KL penalty lets the policy learn."""
     coefficient = _penalty_coefficient(run)
     if coefficient is None:
         return Skipped("the coefficient of the KL penalty is unknown", ("spec.yaml",))

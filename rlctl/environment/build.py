@@ -201,7 +201,7 @@ class EpisodeSource:
             with self._changed:
                 environment = self._environment(name, sampling)
             inputs = (environment, engine, some, sampling, step_seed, self.spec)
-            with self._room_for(len(some)):
+            with self._permitted(len(some)):
                 played = run_episodes(*inputs, self._context_length, self._max_prompt_length)
             parts.append(Episodes.of(played))
         if len(parts) == 1:
@@ -210,7 +210,7 @@ class EpisodeSource:
         return Episodes.joined(parts).pick(sorted(range(len(order)), key=order.__getitem__))
 
     @contextmanager
-    def _room_for(self, count: int) -> Iterator[None]:
+    def _permitted(self, count: int) -> Iterator[None]:
         """Waits until so many episodes may run, `environment.concurrency` at most, beside other threads'."""
         count = min(count, self.spec.concurrency)
         with self._changed:

@@ -351,15 +351,15 @@ def lengths(request: EvaluateRequest, target: Target, context: int | None) -> tu
     `context`: maximum tokens of prompt and response together; None: unknown.
 
     Raises:
-        UsageError: the model's context has no room for the response.
+        UsageError: the response would fill the model's context, so that no prompt fits.
     """
     data = target.spec.data if target.spec else DataSpec()
     default = data.max_response_length
     if target.spec is None and context is not None:
         default = max(1, min(default, context // 2))
     length = request.max_response_length or default
-    room = data.max_prompt_length if context is None else context - length
-    if room < 1:
+    longest_prompt = data.max_prompt_length if context is None else context - length
+    if longest_prompt < 1:
         raise UsageError(
             f"{length} response tokens leave no tokens for a prompt: the model's context is {context}",
             where="--max-response-length",
@@ -371,7 +371,9 @@ def lengths(request: EvaluateRequest, target: Target, context: int | None) -> tu
         top_p=request.top_p,
         greedy=request.temperature == 0.0,
     )
-    return sampling, min(room, data.max_prompt_length) if target.spec else room
+    if target.spec:
+        longest_prompt = min(longest_prompt, data.max_prompt_length)
+    return sampling, longest_prompt
 
 
 def _check_sampling(request: EvaluateRequest) -> None:

@@ -46,8 +46,8 @@ _LARGEST_BATCH, _LARGEST_BATCH_CPU, _SMALLEST_BATCH, _FEWEST_BATCHES = 128, 16, 
 #: Longest responses in tokens: by the grader, of thinking models, of other graders with a GPU and without.
 _RESPONSES = {"exact": 256, "multiple_choice": 512, "code": 2048}
 _THINKING, _OTHERS, _OTHERS_ON_CPU = 8192, 1024, 256
-#: A response has room for so many times the tokens of the longest known answer.
-_ROOM_FOR_ANSWER = 2
+#: The limit of a response is at least so many times the tokens of the longest known answer.
+_TIMES_LONGEST_ANSWER = 2
 #: Prompt limits are multiples of this many tokens.
 _ROUNDED_TO = 64
 #: Longest prompts by characters that are tokenised to find the longest one; likewise answers.
@@ -301,8 +301,8 @@ def _response_limit(
     others = _OTHERS if machine.gpus else _OTHERS_ON_CPU
     limit = max([_RESPONSES.get(name, others) for name in names] or [others])
     longest = _longest_answer(names, rows, reader)
-    if _ROOM_FOR_ANSWER * longest > limit:
-        return _rounded(_ROOM_FOR_ANSWER * longest), f"twice the longest answer, of {longest} tokens"
+    if _TIMES_LONGEST_ANSWER * longest > limit:
+        return _rounded(_TIMES_LONGEST_ANSWER * longest), f"twice the longest answer, of {longest} tokens"
     if names and names <= _RESPONSES.keys():
         return limit, f"for the reward {', '.join(sorted(names))}"
     return limit, "usual" if machine.gpus else "usual without a GPU, where longer responses are slow"

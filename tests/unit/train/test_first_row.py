@@ -275,7 +275,7 @@ def test_models_that_are_elsewhere_are_listed_as_not_checked(train) -> None:
     assert all(words in unchecked for words in ("the tokenizer of org/name", "ref.path: org/ref"))
 
 
-def test_the_dry_run_is_short_and_begins_with_the_verdict(train, capsys) -> None:
+def test_the_dry_run_is_short_and_says_first_whether_the_run_can_start(train, capsys) -> None:
     values = train("reward.name=maths")
     assert run(["train", *values, "-p", "grpo-token-is-multi-rs", "--dry-run"]) == 0
     lines = capsys.readouterr().out.splitlines()

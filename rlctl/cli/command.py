@@ -353,6 +353,20 @@ Step = Annotated[
         show_default="the newest",
     ),
 ]
+#: Severity of findings from which a command fails.
+FailOn = Annotated[
+    Literal["warning", "critical"] | None,
+    typer.Option(help="Exit with 3 if a finding is at least this severe.", show_default="never"),
+]
+#: Option of commands with a live panel.
+Plain = Annotated[bool, typer.Option("--plain", help="One line per step instead of the live panel.")]
+#: Option of commands that sample.
+SamplingSeed = Annotated[int, typer.Option("--seed", min=0, metavar="N", help="Seed of sampling.")]
+#: Numbers k of pass@k, of commands about evaluations.
+PassAtK = Annotated[
+    str | None,
+    default_option("K,…", "The k of pass@k.", "1,4,8, up to the number of responses", "--k"),
+]
 #: How arguments and options read a run directory.
 RUN: dict[str, Any] = {"metavar": "RUN", "autocompletion": complete_run, "parser": run_path}
 _RUN_HELP = "A run directory, or a part of its name that no other run below runs/ has."

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Literal
 
 import typer
 
-from rlctl.cli.command import Out, Trust, echo, refuse_options, run_path
+from rlctl.cli.command import FailOn, Out, Trust, echo, refuse_options, run_path
 from rlctl.errors import UsageError
 
 if TYPE_CHECKING:
@@ -42,10 +42,7 @@ def diagnose(
         DiagnosisFormat, typer.Option("--format", help="Text, JSON, or a page with plots.")
     ] = "text",
     out: Out = None,
-    fail_on: Annotated[
-        Literal["warning", "critical"] | None,
-        typer.Option(help="Exit with 3 if a finding is at least this severe.", show_default="never"),
-    ] = None,
+    fail_on: FailOn = None,
     fix: Annotated[
         Path | None,
         typer.Option(

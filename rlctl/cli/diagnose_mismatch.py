@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Annotated, Literal
 
 import typer
 
-from rlctl.cli.command import Format, Out, Trust, default_option, request
+from rlctl.cli.command import Format, Out, SamplingSeed, Trust, default_option, request
 
 if TYPE_CHECKING:
     from rlctl.mismatch.mismatch_run import MismatchReport
@@ -48,7 +48,7 @@ def mismatch(
         float | None,
         typer.Option(min=0.01, max=1.0, help="Sent to the engine.", show_default="the run's, or 1"),
     ] = None,
-    seed: Annotated[int, typer.Option(min=0, help="Of sampling.")] = 1,
+    seed: SamplingSeed = 1,
     trust: Trust = False,
     output_format: Format = "text",
     out: Out = None,

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from functools import partial
-from typing import TYPE_CHECKING, Annotated, Any, Literal
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from rlctl.cli.command import Format, Out, Trust, default_option, spec_named
+from rlctl.cli.command import FailOn, Format, Out, Trust, default_option, spec_named
 from rlctl.errors import UsageError
 
 if TYPE_CHECKING:
@@ -52,10 +52,7 @@ def try_out(
         ),
     ] = None,
     episodes: Annotated[int, typer.Option(min=4, help="Episodes to play.")] = 200,
-    fail_on: Annotated[
-        Literal["warning", "critical"] | None,
-        typer.Option(help="Exit with 3 if a finding is at least this severe.", show_default="never"),
-    ] = None,
+    fail_on: FailOn = None,
     trust: Trust = False,
     output_format: Format = "text",
     out: Out = None,

@@ -11,6 +11,8 @@ import typer
 
 from rlctl.cli.command import (
     Format,
+    PassAtK,
+    SamplingSeed,
     Step,
     Trust,
     count_option,
@@ -89,7 +91,7 @@ def evaluate(
     ] = None,
     step: Step = None,
     n: Annotated[int, count_option("--n", "-n", help="Responses per question.")] = 8,
-    k: Annotated[str | None, default_option("K,…", "The k of pass@k.", "1,4,8, up to n")] = None,
+    k: PassAtK = None,
     temperature: Annotated[
         float, typer.Option(min=0.0, metavar="T", help="0: the most likely token, with --n 1.")
     ] = 1.0,
@@ -102,7 +104,7 @@ def evaluate(
     limit: Annotated[
         int | None, count_option(help="Only the first questions of each source.", show_default="all")
     ] = None,
-    seed: Annotated[int, typer.Option(min=0, metavar="N", help="Seed of sampling.")] = 1,
+    seed: SamplingSeed = 1,
     reward: Annotated[
         str | None,
         default_option(

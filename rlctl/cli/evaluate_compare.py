@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from rlctl.cli.command import Out, PageFormat, default_option
+from rlctl.cli.command import Out, PageFormat, PassAtK
 from rlctl.errors import UsageError, visible
 
 if TYPE_CHECKING:
@@ -23,10 +23,7 @@ _SHOWN = 160
 def compare(
     a: Annotated[Path, typer.Argument(metavar="A", help="Directory of an evaluation.")],
     b: Annotated[Path, typer.Argument(metavar="B", help="Directory of another one.")],
-    k: Annotated[
-        str | None,
-        default_option("K,…", "The k of pass@k.", "1,4,8, up to the smaller n"),
-    ] = None,
+    k: PassAtK = None,
     output_format: PageFormat = "text",
     out: Out = None,
 ) -> None:

@@ -14,6 +14,7 @@ import typer
 from rlctl.cli.command import (
     RUN,
     Format,
+    Plain,
     Presets,
     Trust,
     complete_override,
@@ -103,9 +104,7 @@ def train(
             help="Start model and engines, prove that weight syncs reach every replica; then stop.",
         ),
     ] = False,
-    plain: Annotated[
-        bool, typer.Option("--plain", help="One line per step instead of the live panel, as in a log file.")
-    ] = False,
+    plain: Plain = False,
     resume: Annotated[
         Path | None,
         typer.Option(

@@ -4,11 +4,8 @@ from __future__ import annotations
 
 import time
 from datetime import UTC, datetime
-from typing import Annotated
 
-import typer
-
-from rlctl.cli.command import RunDirectory, echo
+from rlctl.cli.command import Plain, RunDirectory, echo
 
 #: Seconds between two reads of a watched log.
 _POLL_S = 0.5
@@ -16,7 +13,7 @@ _POLL_S = 0.5
 
 def watch(
     run_dir: RunDirectory,
-    plain: Annotated[bool, typer.Option("--plain", help="One line per step instead of the panel.")] = False,
+    plain: Plain = False,
 ) -> None:
     """Show the live panel of a run that was started elsewhere.
 

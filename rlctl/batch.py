@@ -10,7 +10,8 @@ Example, an episode with two sequences, of 3 and 2 tokens, whose last two and la
 
 The model reads the sequences apart (`TokenBatch.inputs`); score and advantage are the episode's
 (`TokenBatch.units.episode`); `algorithm.unit` says whether correction and loss take it for one response of 3
-tokens, or for two of 2 and 1 (`CorrectionRules.responses`).
+tokens, or for two of 2 and 1 (`CorrectionRules.responses`). In the loss (`rlctl.train.objective.actor_loss`)
+each token has a coefficient, which depends on its response unless the mean is over tokens (`coefficients`).
 """
 
 from __future__ import annotations

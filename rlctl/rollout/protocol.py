@@ -1,5 +1,8 @@
 """Between the trainer and rollout engines: what is asked of an engine, and what it offers.
 
+What every engine must have is in `RolloutEngine`; what it must return, in `ResponseSampler.sample`. Engines
+are found by name in `rlctl.rollout.engines`, a user's too; `EngineCapabilities` declares what one can report.
+
 Imports no torch, because the spec loads it.
 """
 
@@ -98,7 +101,7 @@ class ResponseSampler(Protocol):
     """Samples from a model."""
 
     def sample(self, requests: Sequence[Request], sampling: Sampling) -> Sequence[Turn]:
-        """One turn per request, in order, on the CPU: a list, or `Turns`.
+        """One turn per request, in order, on the CPU: a list, or the columns of all turns at once, `Turns`.
 
         A `Turn` has the sampled tokens, their log-probs under the distribution that `sampling` describes, and
         the version of the weights that sampled each; besides, what `sampling` asks for (`asks_for`). A turn

@@ -76,7 +76,9 @@ class Term:
         shares: names of those of its sums that are shares of the loss: they scale with its denominators.
         counts: names of its other sums.
         asks: options of the policy's forward pass, see `TrainEngine.policy`.
-        scales_with_weights: whether the mean weight divides it as it divides the policy gradient.
+        scales_with_weights: whether it is proportional to the importance weights, as the policy gradient is,
+            so that their mean may also divide its gradient after all passes. Otherwise the mean must be known
+            before; a term may still multiply by `KeptTokens.weights`, which are divided by it already.
         vanishes_without_advantage: whether a token with advantage 0 has no gradient.
         kl_estimator: the estimator that it calls, named if it returns NaN; None: it calls none.
         reads_mini_batch: whether `of_mini_batch` must be called, after a pass over the whole mini-batch.

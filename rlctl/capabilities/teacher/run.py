@@ -1,8 +1,9 @@
 """On-policy distillation: the reverse KL(π ‖ teacher) of every sampled token, in loss or reward.
 
 What multiplies it: `algorithm.teacher.kl_coef` everywhere; in the loss also the importance weights of the
-correction, if the KL is not already exact without them (`SampledKLTerm.share`, `ListedKLTerm.share`). In the
-reward (`Distillation.rewarded`) it becomes part of the advantage, which the policy gradient weights.
+correction, if the KL is not already exact without them (`SampledKLTerm.share`, `ListedKLTerm.share`); those
+weights, divided by their mean, come from `rlctl.train.objective.actor_loss`. In the reward
+(`Distillation.rewarded`) it becomes part of the advantage, which the policy gradient weights.
 """
 
 from __future__ import annotations

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import shlex
+from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -37,26 +38,32 @@ def show_progress() -> Iterator[Progress]:
 
 def print_summary(console: Console, request: PrepareRequest, summary: PrepareSummary) -> None:
     """Prints the results, the findings, and the next command to run."""
-    out = request.out
-    result = [
-        f"{'unchanged' if summary.unchanged else 'wrote'} {out} (recipe {summary.recipe})",
-        f"  {described_columns(summary.report['columns'])}",
-        f"  {'rows in':<23} {summary.counts['input']:>12,}",
-    ]
-    for name, count in summary.counts.items():
-        if count and name != "input":
-            where = f"  {_place(out, summary.outputs.get(name, []))}" if name in summary.outputs else ""
-            where = f"  {out / 'quarantine.jsonl'}" if name == "quarantined" else where
-            result.append(f"  {name.replace('_', ' '):<23} {count:>12,}{where}")
-    lengths = summary.report.get("lengths")
-    if lengths:
-        median, high, longest = (f"{lengths[name]:,}" for name in ("p50", "p99", "max"))
-        result.append(f"  prompt tokens: median {median}, 99 % up to {high}, longest {longest}")
-    result += [f"  {line}" for line in comparison_lines(summary.report.get("leakage_checks", []))]
-    found = [DataFinding(**entry) for entry in summary.report["findings"]]
-    result += [f"  {line}" for line in lines(found)]
+    did = "unchanged" if summary.unchanged else "wrote"
+    result = [f"{did} {request.out} (recipe {summary.recipe})"]
+    result += [f"  {line}" for line in _result_lines(request.out, summary)]
     for line in [*result, *_next(request, summary)]:
         console.print(Text(visible(line, keep="")), soft_wrap=True)
+
+
+def _result_lines(out: Path, summary: PrepareSummary) -> Iterator[str]:
+    """Columns, numbers of rows, lengths, comparisons and findings."""
+    report = summary.report
+    yield described_columns(report["columns"])
+    yield f"{'rows in':<23} {summary.counts['input']:>12,}"
+    places = {split: _place(out, files) for split, files in summary.outputs.items() if files}
+    places["quarantined"] = out / "quarantine.jsonl"
+    for name, count in summary.counts.items():
+        if count and name != "input":
+            where = f"  {places[name]}" if name in places else ""
+            yield f"{name.replace('_', ' '):<23} {count:>12,}{where}"
+    lengths = report.get("lengths")
+    if lengths:
+        yield (
+            f"prompt tokens: median {lengths['p50']:,}, 99 % up to {lengths['p99']:,}, "
+            f"longest {lengths['max']:,}"
+        )
+    yield from comparison_lines(report.get("leakage_checks", []))
+    yield from lines([DataFinding(**entry) for entry in report["findings"]])
 
 
 def comparison_lines(comparisons: Sequence[Mapping[str, Any]]) -> list[str]:
@@ -68,38 +75,49 @@ def comparison_lines(comparisons: Sequence[Mapping[str, Any]]) -> list[str]:
 
 
 def _place(out: Path, files: list[str]) -> Path:
-    return (
-        out / files[0] if len(files) == 1 else out / f"{files[0][: -len('00000-of-00000.parquet')]}*.parquet"
-    )
+    """The file of a split, or the pattern of its files."""
+    first = files[0]
+    if len(files) == 1:
+        return out / first
+    return out / f"{first[: -len('00000-of-00000.parquet')]}*.parquet"
 
 
 def _next(request: PrepareRequest, summary: PrepareSummary) -> list[str]:
-    keys = {"train": "data.train_files", "test": "data.val_files"}
-    files = [
-        f"{key}={_place(request.out, summary.outputs[split])}"
-        for split, key in keys.items()
-        if summary.outputs[split]
-    ]
-    given = request.chat_template_kwargs.items()
-    kwargs = [f"data.chat_template_kwargs.{name}={json.dumps(value)}" for name, value in given]
-    arguments = " ".join(map(shlex.quote, [*files, f"model.path={request.model or 'MODEL'}", *kwargs]))
-    return ["next:", f"  rlctl train {arguments}"]
+    """The command that trains on these rows."""
+    arguments: list[str] = []
+    for split, key in {"train": "data.train_files", "test": "data.val_files"}.items():
+        if summary.outputs[split]:
+            arguments.append(f"{key}={_place(request.out, summary.outputs[split])}")
+    arguments.append(f"model.path={request.model or 'MODEL'}")
+    for name, value in request.chat_template_kwargs.items():
+        arguments.append(f"data.chat_template_kwargs.{name}={json.dumps(value)}")
+    return ["next:", f"  rlctl train {shlex.join(arguments)}"]
 
 
 def rows_document(shown: Sequence[RenderedRow], lengths: LengthQuantiles, *, ids: bool) -> dict[str, Any]:
     """The content of `print_rows` as JSON types."""
-    found = []
-    for shown_row in shown:
-        about: dict[str, Any] = {"where": shown_row.where, "problem": shown_row.problem or None}
-        if shown_row.row is not None:
-            messages = [message.fields for message in shown_row.row.prompt]
-            about |= {"data_source": shown_row.row.data_source, "ground_truth": shown_row.row.ground_truth}
-            about |= {"style": shown_row.row.style, "messages": messages, "extra_info": shown_row.row.extra}
-        if shown_row.ids is not None:
-            text = "".join(piece for piece, _ in shown_row.pieces)
-            about |= {"text": text, "tokens": len(shown_row.ids)} | ({"ids": shown_row.ids} if ids else {})
-        found.append(about)
-    return {"rows": found, "lengths": lengths.to_json() if lengths.total else None}
+    documents = [_row_document(row, ids=ids) for row in shown]
+    return {"rows": documents, "lengths": lengths.to_json() if lengths.total else None}
+
+
+def _row_document(shown: RenderedRow, *, ids: bool) -> dict[str, Any]:
+    """A row, with its tokens if a model reads it."""
+    document: dict[str, Any] = {"where": shown.where, "problem": shown.problem or None}
+    row = shown.row
+    if row is not None:
+        document |= {
+            "data_source": row.data_source,
+            "ground_truth": row.ground_truth,
+            "style": row.style,
+            "messages": [message.fields for message in row.prompt],
+            "extra_info": row.extra,
+        }
+    if shown.ids is not None:
+        document["text"] = "".join(piece for piece, _ in shown.pieces)
+        document["tokens"] = len(shown.ids)
+        if ids:
+            document["ids"] = shown.ids
+    return document
 
 
 def print_rows(console: Console, rows: Sequence[RenderedRow], lengths: LengthQuantiles, *, ids: bool) -> None:
@@ -151,19 +169,24 @@ def print_check(console: Console, report: CheckReport) -> None:
 
 
 def _about(file: FileReport) -> str:
+    """A file: rows, recipe, data sources."""
     named = [f"{name} {count:,}" for name, count in file.data_sources.items()]
-    more = [f"and {len(named) - _SOURCES_SHOWN} more"] if len(named) > _SOURCES_SHOWN else []
-    sources = ", ".join(named[:_SOURCES_SHOWN] + more) or "no usable row"
+    shown = named[:_SOURCES_SHOWN]
+    if len(named) > _SOURCES_SHOWN:
+        shown.append(f"and {len(named) - _SOURCES_SHOWN} more")
+    sources = ", ".join(shown) or "no usable row"
     return visible(f"{file.path}: {rows(file.rows)}, read as {file.recipe or 'nothing'} ({sources})")
 
 
 def _conclusion(findings: Sequence[DataFinding]) -> str:
-    counts = [
-        (sum(finding.severity == severity for finding in findings), severity)
-        for severity in ("error", "warning", "info")
-    ]
-    named = [f"{count} {severity}{'s' if count > 1 else ''}" for count, severity in counts if count]
-    return ", ".join(named) if named else "nothing found"
+    """E.g. `1 error, 2 warnings`."""
+    counts = Counter(finding.severity for finding in findings)
+    named: list[str] = []
+    for severity in ("error", "warning", "info"):
+        count = counts[severity]
+        if count:
+            named.append(f"{count} {severity}{'s' if count > 1 else ''}")
+    return ", ".join(named) or "nothing found"
 
 
 def _quantiles(lengths: LengthQuantiles) -> str:

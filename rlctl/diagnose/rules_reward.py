@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Iterator, Mapping
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
 import numpy as np
 from numpy.typing import NDArray
@@ -93,26 +93,53 @@ ALL_TRUNCATED: tuple[tuple[Severity, float], ...] = (("warning", 0.05), ("critic
 )
 def reward_fell(run: RunLog) -> Detection | None:
     """The reward does not fall from its best."""
-    key = th.SCORE if len(run.table.series(th.SCORE)) >= th.MIN_STEPS else th.VALIDATION
-    series = run.table.series(key) if key == th.SCORE else run.validation
-    if len(series) < th.MIN_STEPS or (fall := fall_of(series)) is None:
+    series = run.table.series(th.SCORE)
+    is_training = len(series) >= th.MIN_STEPS
+    if not is_training:
+        series = run.validation
+    fall = fall_of(series) if len(series) >= th.MIN_STEPS else None
+    if fall is None:
         return None
     best, last, since = fall
     if not is_new_level(series.values, best, last):
         return None
-    span = run.likely_span if key == th.SCORE else (0.0, 1.0) if last >= 0.0 and best <= 1.0 else None
-    floor, top = span or (min(0.0, float(series.values.min())), best)
+    span = run.likely_span
+    if not is_training:
+        span = (0.0, 1.0) if last >= 0.0 and best <= 1.0 else None
+    severity = _severity_of_fall(best, last, span, lowest=float(series.values.min()))
+    if severity is None:
+        return None
+    name = "reward" if is_training else "validation score"
+    key = th.SCORE if is_training else th.VALIDATION
+    detection = Detection(
+        severity=severity,
+        what=f"the {name} fell from {best:.2g} to {last:.2g} after step {since:,}",
+        evidence=(change_evidence(key, best, last, series.steps[series.steps >= since]),),
+        fixes=(*fix.slower(run, 10.0), fix.resume_before(since + 1)),
+        since=since + 1,
+    )
+    return _doubted(run, detection)
+
+
+def _severity_of_fall(
+    best: float, last: float, span: tuple[float, float] | None, *, lowest: float
+) -> Severity | None:
+    """Of a fall between two levels of a reward; None: it is too small.
+
+    Args:
+        span: range of the reward; None: unknown.
+        lowest: value of the series.
+    """
+    if span is None:
+        size = best - min(0.0, lowest)
+        return "warning" if best - last >= HALF_LOST * size else None
+    floor, top = span
     share = (best - last) / (top - floor)
-    levels = FALL if span else (("warning", HALF_LOST),)
-    reached = [severity for severity, least in levels if share >= least]
+    reached = [severity for severity, least in FALL if share >= least]
     if not reached:
         return None
-    severity = FALL[-1][0] if span and best - last >= ALL_LOST * (best - floor) else reached[-1]
-    name = "reward" if key == th.SCORE else "validation score"
-    message = f"the {name} fell from {best:.2g} to {last:.2g} after step {since:,}"
-    seen = change_evidence(key, best, last, series.steps[series.steps >= since])
-    fixes = (*fix.slower(run, 10.0), fix.resume_before(since + 1))
-    return _doubted(run, Detection(severity, message, (seen,), fixes=fixes, since=since + 1))
+    is_all_lost = best - last >= ALL_LOST * (best - floor)
+    return FALL[-1][0] if is_all_lost else reached[-1]
 
 
 @Rule(
@@ -126,73 +153,100 @@ def zero_spread_groups(run: RunLog) -> Detection | None:
     groups = _equal_groups(run)
     if groups is None:
         return None
-    severity, message, seen, equal, since = groups
     steps, (score,) = run.table.aligned(th.SCORE)
-    during = score[np.isin(steps, equal)]
-    position = run.reward_position(float(np.median(during)) if len(during) else None)
-    usual = float(np.median(during)) if len(during) else np.nan
+    during = score[np.isin(steps, groups.steps)]
+    usual = float(np.median(during)) if len(during) else None
+    position = run.reward_position(usual)
     if position is None and len(during) > 1 and (during == usual).mean() >= NEARLY_ALL:
-        message = message.format(which=f"all of {usual:g}")
-        why = "the grader gives one number on these steps"
-        checks = fix.other_grader(run)
-        return _doubted(
-            run,
-            Detection(
-                severity="warning",
-                what=message,
-                evidence=(seen,),
-                cause=why,
-                fixes=checks,
-                since=since,
-            ),
+        detection = Detection(
+            severity="warning",
+            what=groups.message(f"all of {usual:g}"),
+            evidence=(groups.evidence,),
+            cause="the grader gives one number on these steps",
+            fixes=fix.other_grader(run),
+            since=groups.since,
         )
-    cause = None
-    filtering = "filter out prompts that are always or never solved"
-    is_right = position is None or position >= th.MOSTLY_RIGHT
-    if is_right and rises(run.table, th.SCORE) and rises(run.table, seen.metric):
-        which = "probably all right"
-        severity = "info"
-        cause = "the mean reward rises with their share: the policy solves more and more of its prompts"
-    elif position is None:  # only right groups would be a success, so this is at most a warning
-        which = "all right or all wrong"
-        severity = "warning"
-    elif position >= th.LEARNED:
-        which = "mostly all right"
-        severity = "info"
-        cause = "the policy has learned these prompts: stop, or add harder ones"
-    elif 1 - MOSTLY_WRONG > position > MOSTLY_WRONG and not len(run.table.series(th.BEST)):
-        which = "some all right, some all wrong"
-        cause = "the prompts are too easy or too hard for groups of this size"
-    elif position >= th.MOSTLY_RIGHT:
-        which = "mostly all right"
-        filtering = "filter out prompts that are always solved"
-        cause = "the prompts are too easy: filter out those that are always solved, or add harder ones"
-    else:
-        which = "mostly all wrong"
-        filtering = "begin with easier prompts; grade some stored answers by hand"
-        cause = "the prompts are too hard, or the grader cannot parse the answers: check some, start easier"
+        return _doubted(run, detection)
+    meaning = _meaning_of_equal_groups(run, groups, position)
+    severity = meaning.severity or groups.severity
     if severity == "critical" and position and not run.reward_span:  # the range is an assumption
         severity = "warning"
-    filtered = fix.by_hand(
-        filtering,
+    fixes: tuple[Fix, ...] = ()
+    if severity != "info":
+        is_nearly_none = position is not None and position < NEARLY_NONE
+        grader = fix.other_grader(run) if is_nearly_none else ()
+        fixes = (*grader, *fix.larger_groups(run), _filter_groups(meaning.advice))
+    detection = Detection(
+        severity=severity,
+        what=groups.message(meaning.which),
+        evidence=(groups.evidence,),
+        cause=meaning.cause,
+        fixes=fixes,
+        since=groups.since,
+    )
+    return _doubted(run, detection)
+
+
+@dataclass(frozen=True, slots=True)
+class _Meaning:
+    """What groups with equal rewards say of the prompts.
+
+    Attributes:
+        which: of their responses, in words.
+        cause: None: the rule's.
+        severity: None: that of their number.
+        advice: in words.
+    """
+
+    which: str
+    cause: str | None = None
+    severity: Severity | None = None
+    advice: str = "filter out prompts that are always or never solved"
+
+
+def _meaning_of_equal_groups(run: RunLog, groups: _EqualGroups, position: float | None) -> _Meaning:
+    """By the mean reward on their steps; `position`: its place in the rewards' range, None: unknown."""
+    is_right = position is None or position >= th.MOSTLY_RIGHT
+    if is_right and rises(run.table, th.SCORE) and rises(run.table, groups.evidence.metric):
+        return _Meaning(
+            which="probably all right",
+            cause="the mean reward rises with their share: the policy solves more and more of its prompts",
+            severity="info",
+        )
+    if position is None:  # only right groups would be a success, so this is at most a warning
+        return _Meaning(which="all right or all wrong", severity="warning")
+    if position >= th.LEARNED:
+        return _Meaning(
+            which="mostly all right",
+            cause="the policy has learned these prompts: stop, or add harder ones",
+            severity="info",
+        )
+    if 1 - MOSTLY_WRONG > position > MOSTLY_WRONG and not len(run.table.series(th.BEST)):
+        return _Meaning(
+            which="some all right, some all wrong",
+            cause="the prompts are too easy or too hard for groups of this size",
+        )
+    if position >= th.MOSTLY_RIGHT:
+        return _Meaning(
+            which="mostly all right",
+            cause="the prompts are too easy: filter out those that are always solved, or add harder ones",
+            advice="filter out prompts that are always solved",
+        )
+    return _Meaning(
+        which="mostly all wrong",
+        cause="the prompts are too hard, or the grader cannot parse the answers: check some, start easier",
+        advice="begin with easier prompts; grade some stored answers by hand",
+    )
+
+
+def _filter_groups(advice: str) -> Fix:
+    """The advice, and the switches of frameworks that leave such groups out."""
+    return fix.by_hand(
+        advice,
         verl="algorithm.filter_groups.enable=True",
         openrlhf="--algo.dynamic_filtering_enable",
         slime="--dynamic-sampling-filter-path",
         **{"nemo-rl": "grpo.use_dynamic_sampling=true", "ms-swift": "--dynamic_sample true"},
-    )
-    grader = fix.other_grader(run) if position is not None and position < NEARLY_NONE else ()
-    fixes = (*grader, *fix.larger_groups(run), filtered) if severity != "info" else ()
-    message = message.format(which=which)
-    return _doubted(
-        run,
-        Detection(
-            severity=severity,
-            what=message,
-            evidence=(seen,),
-            cause=cause,
-            fixes=fixes,
-            since=since,
-        ),
     )
 
 
@@ -206,29 +260,60 @@ def _doubted(run: RunLog, detection: Detection) -> Detection:
     return detection.with_doubt(doubt, f"{missing} would show the range")
 
 
-def _equal_groups(run: RunLog) -> tuple[Severity, str, Evidence, NDArray[np.int64], int] | None:
-    """Severity, sentence, evidence, steps and onset of such groups; with fewer than `MIN_STEPS` a warning."""
+@dataclass(frozen=True, slots=True)
+class _EqualGroups:
+    """Groups with equal rewards.
+
+    Attributes:
+        amount: how many, in words; `when`: on which steps, in words.
+        steps: on which they are frequent.
+        since: the first step of the fault.
+    """
+
+    severity: Severity
+    amount: str
+    when: str
+    evidence: Evidence
+    steps: NDArray[np.int64]
+    since: int
+
+    def message(self, which: str) -> str:
+        """The sentence; `which`: of their responses, in words."""
+        when = f" {self.when}" if self.when else ""
+        return f"{self.amount} have equal rewards, {which}, and teach nothing{when}"
+
+
+def _equal_groups(run: RunLog) -> _EqualGroups | None:
+    """Those of the run; on fewer than `MIN_STEPS` steps they are a warning."""
     series = run.table.series(th.ZERO_SPREAD.key)
     if len(series):
         crossed = crossing(series, th.ZERO_SPREAD)
         if crossed is None:
             return None
-        message = (
-            f"{crossed.worst:.0%} of the groups have equal rewards, {{which}}, and teach nothing "
-            f"{crossed.where}"
+        is_inside = (series.steps >= crossed.first_step) & (series.steps <= crossed.last_step)
+        return _EqualGroups(
+            severity=crossed.severity if len(series) >= th.MIN_STEPS else "warning",
+            amount=f"{crossed.worst:.0%} of the groups",
+            when=crossed.where,
+            evidence=crossed.evidence,
+            steps=series.steps[is_inside],
+            since=crossed.since,
         )
-        inside = (series.steps >= crossed.first_step) & (series.steps <= crossed.last_step)
-        severity = crossed.severity if len(series) >= th.MIN_STEPS else "warning"
-        return severity, message, crossed.evidence, series.steps[inside], crossed.since
     series = run.table.series(th.GROUP_STD)
-    equal = series.steps[series.values == 0.0]
-    share = len(equal) / len(series)
     if not is_frequent(series.values == 0.0):
         return None
-    message = f"on {share:.0%} of the steps all groups have equal rewards, {{which}}, and teach nothing"
-    seen = evidence_over(equal, th.GROUP_STD, f"exactly 0 on {len(equal):,} of {len(series):,} step(s)")
+    equal = series.steps[series.values == 0.0]
+    share = len(equal) / len(series)
     is_critical = len(series) >= th.MIN_STEPS and share >= th.ZERO_SPREAD.tiers[-1][1]
-    return "critical" if is_critical else "warning", message, seen, equal, int(equal[0])
+    figure = f"exactly 0 on {len(equal):,} of {len(series):,} step(s)"
+    return _EqualGroups(
+        severity="critical" if is_critical else "warning",
+        amount=f"on {share:.0%} of the steps all groups",
+        when="",
+        evidence=evidence_over(equal, th.GROUP_STD, figure),
+        steps=equal,
+        since=int(equal[0]),
+    )
 
 
 @Rule(

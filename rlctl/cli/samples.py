@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from functools import partial
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
@@ -121,29 +121,37 @@ def _print_samples(console: Console, rows: list[dict[str, Any]], step: int) -> N
         print_labelled(console, "prompt", start)
         console.print()
     for row in rows:
-        reward = "ungraded" if row["reward"] is None else f"{row['reward']:g}"
-        cut = ", cut off at the limit" if row["truncated"] else ""
-        turns = f" in {row['num_turns']} turns" if row["num_turns"] > 1 else ""
-        turns += f", sequence {row['sequence'] + 1}" if row["sequence"] else ""
-        size = f"{row['num_tokens']} tokens{turns}{cut}"
-        if row["terms"]:
-            reward += f" ({', '.join(f'{label} {score:g}' for label, score in row['terms'].items())})"
-        head = f"step {step}  reward {reward}  {size}  log ρ {row['log_ratio']:+.4f}"
-        console.print(Text(f"{head} (largest token {row['largest_token_log_ratio']:.4f})", "bold"))
-        own = row["prompt"].removeprefix(start)
-        prompt = (f"… {own}" if own else "as above") if start else row["prompt"]
-        parts = [("prompt", prompt, ""), ("response", row["response"], "")]
-        if "turns" in row:
-            parts[1:] = [
-                (
-                    f"turn {span['turn']}" if span["turn"] else "observation",
-                    span["text"],
-                    "" if span["turn"] else "dim",
-                )
-                for span in row["turns"]
-            ]
-        for name, text, style in (*parts, ("ground truth", row["ground_truth"], "")):
-            print_labelled(console, name, text, style)
+        console.print(Text(_head(step, row), "bold"))
+        prompt = row["prompt"]
+        if start:
+            own = prompt.removeprefix(start)
+            prompt = f"… {own}" if own else "as above"
+        print_labelled(console, "prompt", prompt)
+        if "turns" not in row:
+            print_labelled(console, "response", row["response"])
+        for span in row.get("turns", ()):
+            if span["turn"]:
+                print_labelled(console, f"turn {span['turn']}", span["text"])
+            else:
+                print_labelled(console, "observation", span["text"], "dim")
+        print_labelled(console, "ground truth", row["ground_truth"])
         console.print()
     if any(row["data_source"] == DATA_SOURCE for row in rows):
         console.print(Text(WRITTEN, "dim"))
+
+
+def _head(step: int, row: Mapping[str, Any]) -> str:
+    """Reward, size and log-ratio of a response."""
+    reward = "ungraded" if row["reward"] is None else f"{row['reward']:g}"
+    if row["terms"]:
+        terms = ", ".join(f"{label} {score:g}" for label, score in row["terms"].items())
+        reward += f" ({terms})"
+    size = f"{row['num_tokens']} tokens"
+    if row["num_turns"] > 1:
+        size += f" in {row['num_turns']} turns"
+    if row["sequence"]:
+        size += f", sequence {row['sequence'] + 1}"
+    if row["truncated"]:
+        size += ", cut off at the limit"
+    largest = f"(largest token {row['largest_token_log_ratio']:.4f})"
+    return f"step {step}  reward {reward}  {size}  log ρ {row['log_ratio']:+.4f} {largest}"

@@ -176,15 +176,21 @@ def _stated(config: Config, fact: str, form: Any) -> Any:
     if isinstance(form, str):
         return read(config, form)
     if "if" in form:
-        value = read(config, form["key"])
-        is_on = config.flag(form["if"])
-        return (form.get("default") if value is None else value) if is_on else None
+        return _stated_if(config, form, read)
     if "key" in form:
         return _translated(config, **form)
     sizes = {name: _stated(config, fact, keys) for name, keys in form.items()}
     if not all(sizes.values()):
         return None
     return max(1, sizes["responses"] // sizes["per_update"]) * sizes.get("epochs", 1)
+
+
+def _stated_if(config: Config, form: Mapping[str, Any], read: Callable[[Config, str], Any]) -> Any:
+    """The value of a fact that holds only where a flag is set; None where it is not."""
+    if not config.flag(form["if"]):
+        return None
+    value = read(config, form["key"])
+    return form.get("default") if value is None else value
 
 
 def _translated(

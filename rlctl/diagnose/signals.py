@@ -5,6 +5,7 @@ Each function takes about 0.1 s per million values; costlier statistics use only
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -61,8 +62,13 @@ class Crossing:
     @property
     def evidence(self) -> Evidence:
         """The crossing as evidence of a finding."""
-        relation = "over" if self.worst > self.limit else "under" if self.worst < self.limit else "exactly"
-        of = f" (median of {steps_text(*self.window)})" if self.window[0] < self.window[1] else ""
+        relation = "exactly"
+        if self.worst > self.limit:
+            relation = "over"
+        elif self.worst < self.limit:
+            relation = "under"
+        first, last = self.window
+        of = f" (median of {steps_text(first, last)})" if first < last else ""
         figure = f"{self.worst:.3g}{of}, {relation} {self.limit:g}"
         return Evidence(self.key, figure, self.first_step, self.last_step, lasts=self.lasts)
 
@@ -126,7 +132,11 @@ def crossing(series: Series, levels: Levels) -> Crossing | None:
         return None
     if levels.absolute:
         series = Series(series.steps, np.abs(series.values))
-    is_beyond = np.less if levels.is_floor else np.greater_equal if levels.is_share else np.greater
+    is_beyond: Callable[..., Any] = np.greater
+    if levels.is_floor:
+        is_beyond = np.less
+    elif levels.is_share:
+        is_beyond = np.greater_equal
     values = series.values
     half = th.WINDOW // 2
     if not is_beyond(values, tiers[0][1]).any():
@@ -146,30 +156,38 @@ def crossing(series: Series, levels: Levels) -> Crossing | None:
     first = 0 if beyond[0] == 0 else int(beyond[0]) + half
     last = len(values) - 1 if lasts else int(beyond[-1]) + half
     remark = ""
-    if severity != "critical" and not lasts and last < th.START_STEPS - half:
-        remark = "not since: at the run's start only"
-    elif severity != "critical" and levels.relative:
-        start = start_of(series)
-        if start is not None and start.is_stable and not start.is_far(worst):
-            remark = "as from the run's start"
-    severity = "info" if remark else severity
+    if severity != "critical":
+        is_over = not lasts and last < th.START_STEPS - half
+        remark = _remark_on(series, worst, is_over=is_over, relative=levels.relative)
     steps = series.steps
-    window = int(steps[at]), int(steps[min(at + th.WINDOW, len(values)) - 1])
-    first_step = int(steps[first])
-    last_step = int(steps[last])
-    onset = int(steps[since])
     return Crossing(
         key=levels.key,
-        severity=severity,
+        severity="info" if remark else severity,
         worst=worst,
         limit=limit,
-        window=window,
-        first_step=first_step,
-        last_step=last_step,
-        since=onset,
+        window=(int(steps[at]), int(steps[min(at + th.WINDOW, len(values)) - 1])),
+        first_step=int(steps[first]),
+        last_step=int(steps[last]),
+        since=int(steps[since]),
         lasts=lasts,
         remark=remark,
     )
+
+
+def _remark_on(series: Series, worst: float, *, is_over: bool, relative: bool) -> str:
+    """Why a crossing is only a remark; empty: it is more.
+
+    Args:
+        is_over: it ended within the start of the run.
+        relative: it counts only far from the start.
+    """
+    if is_over:
+        return "not since: at the run's start only"
+    if relative:
+        start = start_of(series)
+        if start is not None and start.is_stable and not start.is_far(worst):
+            return "as from the run's start"
+    return ""
 
 
 def trend(series: Series) -> float:

@@ -41,9 +41,13 @@ class Levels:
 
     def __str__(self) -> str:
         """`— / > 0.1 / > 0.3`: for info, warning and critical."""
-        limits = dict(self.tiers)
-        sign = "<" if self.is_floor else "≥" if self.is_share else ">"
-        return " / ".join(f"{sign} {limits[s]:g}" if s in limits else "—" for s in reversed(SEVERITIES))
+        sign = ">"
+        if self.is_floor:
+            sign = "<"
+        elif self.is_share:
+            sign = "≥"
+        limits = {severity: f"{sign} {value:g}" for severity, value in self.tiers}
+        return " / ".join(limits.get(severity, "—") for severity in reversed(SEVERITIES))
 
 
 # --- the run's own start --------------------------------------------------------------------------

@@ -238,12 +238,20 @@ def _check_outputs(audit: EnvironmentAudit, episodes: Sequence[Episode]) -> None
             error = ""
             with contextlib.suppress(ValueError, TypeError, KeyError):
                 error = str(json.loads(text)["error"])
-            kind = "tool_hangs" if error.startswith("timed out") else "tool_raises" if error else ""
-            kind = kind or ("tool_is_cut" if text.endswith("… (cut)") else "" if text else "tool_is_silent")
+            kind = _fault_of_output(text, error)
             if kind and "does not answer any more" not in error:
                 kinds.setdefault((kind, name), error)
     for (kind, name), error in kinds.items():
         audit.add(kind, name=name, error=error)
+
+
+def _fault_of_output(text: str, error: str) -> str:
+    """Kind of the fault of what a tool said; `error`: what it reports as one. Empty: none."""
+    if error:
+        return "tool_hangs" if error.startswith("timed out") else "tool_raises"
+    if not text:
+        return "tool_is_silent"
+    return "tool_is_cut" if text.endswith("… (cut)") else ""
 
 
 class _Blind:

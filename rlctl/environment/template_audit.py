@@ -211,5 +211,8 @@ def _pieces(tokenizer: Any, sequences: Sequence[TokenSequence]) -> Iterator[tupl
         kind: Kind = "prompt"
         tokens = zip(sequence.token_ids.tolist(), sequence.sampled.tolist(), strict=True)
         for is_sampled, run in groupby(tokens, key=lambda pair: pair[1]):
-            kind = "sampled" if is_sampled else "prompt" if kind == "prompt" else "observation"
+            if is_sampled:
+                kind = "sampled"
+            elif kind != "prompt":
+                kind = "observation"
             yield tokenizer.decode([token for token, _ in run]), kind

@@ -54,7 +54,8 @@ def print_tradeoff(console: Console, title: str, tradeoff: Tradeoff) -> None:
     for index, outcome in enumerate(tradeoff.outcomes):
         is_own = outcome.setting.family == "run"
         if index < _SHOWN or is_own:
-            is_best = chosen is not None and chosen.name == outcome.setting.name
-            style = "bold green" if is_best else "bold" if is_own else ""
+            style = "bold" if is_own else ""
+            if chosen is not None and chosen.name == outcome.setting.name:
+                style = "bold green"
             rows.append([Text(cell, style=style) for cell in (name_of(outcome), *cells(outcome))])
     print_table(console, ("setting", *COLUMNS), rows, right=range(1, 1 + len(COLUMNS)))

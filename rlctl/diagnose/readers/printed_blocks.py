@@ -136,8 +136,12 @@ class PrintedTable:
         cls, text: str, wants: Callable[[str], bool], step_keys: Collection[str]
     ) -> PrintedTable | None:
         """Begins a table if the line is a header with metrics or steps; otherwise returns None."""
-        delimiter = "|" if _has_bars(text) else "\t" if "\t" in text else None
-        if delimiter is None and not ("  " in text and ("step" in text.lower() or "loss" in text)):
+        delimiter: str | None = None
+        if _has_bars(text):
+            delimiter = "|"
+        elif "\t" in text:
+            delimiter = "\t"
+        elif not ("  " in text and ("step" in text.lower() or "loss" in text)):
             return None
         names = _cells(text, delimiter)
         if len(names) < 2 or any(printed_number(name) is not None for name in names):
@@ -263,4 +267,6 @@ def _entry(text: str) -> tuple[str, float] | None:
 
 
 def _style(text: str) -> str:
-    return BARS if _has_bars(text) or _is_border(text) else BULLETS if text.lstrip()[:1] == "•" else PLAIN
+    if _has_bars(text) or _is_border(text):
+        return BARS
+    return BULLETS if text.lstrip().startswith("•") else PLAIN

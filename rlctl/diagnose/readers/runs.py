@@ -86,9 +86,12 @@ def runs_in(
     for run in _by_run(known):
         best = max(run, key=lambda one: one.rank).log
         path = shown / best.shown.relative_to(directory)
-        notes = [f"{len(run)} logs of this run: {path} was read; to read another one, name it"]
         is_own = best.files[0].parent == directory and (directory / RUN_SPEC_FILE).is_file()
-        notes = notes if len(run) > 1 else [] if is_own else [f"read: {path}"]
+        notes: list[str] = []
+        if len(run) > 1:
+            notes.append(f"{len(run)} logs of this run: {path} was read; to read another one, name it")
+        elif not is_own:
+            notes.append(f"read: {path}")
         yield Log(best.files, path), notes + left_out
 
 

@@ -141,41 +141,70 @@ class Rule:
 
     def apply(self, run: RunLog) -> Finding | Skipped | None:
         """Applies the rule: returns its finding, why it was skipped, or None if nothing was found."""
+        result = self._detected(run)
+        if result is None or isinstance(result, Skipped):
+            return result and replace(result, rule=self.name)
+        since = result.since
+        if since is None:
+            starts = [each.first_step for each in result.evidence if each.first_step is not None]
+            since = min(starts, default=None)
+        is_over = _is_over(result, run)
+        severity: Severity = "info" if is_over else result.severity
+        fixes = () if is_over else self._fixes(result, run, since)
+        if severity == "critical" and not fixes:
+            fixes = (read_step(since),)
+        confidence, reason = self._confidence(result, run)
+        return Finding(
+            severity=severity,
+            what=f"was: {result.what}" if is_over else result.what,
+            evidence=result.evidence,
+            cause=result.cause or self.cause,
+            source=self.source,
+            fixes=fixes,
+            confidence=confidence,
+            confidence_reason=reason,
+            could_not_check=result.could_not_check,
+            rule=self.name,
+            since=since,
+            explains=self.explains if result.explains is None else result.explains,
+            is_first=result.is_first,
+        )
+
+    def _detected(self, run: RunLog) -> Detection | Skipped | None:
+        """What the rule's function returns, if the log has what it needs.
+
+        Raises:
+            UsageError: it returns something else.
+        """
         why = self.not_applicable(run)
-        result = Skipped(why) if why else self._skipped(run, self.min_steps) or self.detect(run)
+        if why:
+            return Skipped(why)
+        result = self._skipped(run, self.min_steps) or self.detect(run)
         if not isinstance(result, Detection | Skipped | None):
             message = f"the rule {self.name} returned {type(result).__name__}"
             raise UsageError(message, where="--rules", fix="return a Detection or None")
-        if result is None:
-            result = self._skipped(run, MIN_STEPS)
-        if result is None or isinstance(result, Skipped):
-            return result and replace(result, rule=self.name)
+        return self._skipped(run, MIN_STEPS) if result is None else result
+
+    def _fixes(self, result: Detection, run: RunLog, since: int | None) -> tuple[Fix, ...]:
+        """The fixes of a detection, or else the rule's; `since`: the first step of the fault."""
+        fixes: list[Fix] = []
+        if result.fixes is not None:
+            fixes += result.fixes
+        else:
+            for declared in (self.fixes,) if callable(self.fixes) else self.fixes:
+                fixes += [declared] if isinstance(declared, Fix) else declared(run)
+        if since is not None and since <= th.FIRST_STEP:  # before the first update, or in its batch
+            fixes = [fix for fix in fixes if not fix.of_updates]
+        return tuple(fixes)
+
+    def _confidence(self, result: Detection, run: RunLog) -> Sure:
+        """In the cause: that of the detection or the rule, less where few steps show it."""
         confidence, reason = result.sure or self.sure
-        count = max((_count(run, one.metric) or 0 for one in result.evidence), default=0)
+        count = max((_count(run, each.metric) or 0 for each in result.evidence), default=0)
         if 0 < count < MIN_STEPS:
             confidence = "medium" if confidence == "high" else confidence
             reason += f"; {'one step' if count == 1 else f'{count} steps'} only"
-        cause = result.cause or self.cause
-        starts = [one.first_step for one in result.evidence if one.first_step is not None]
-        since = min(starts, default=None) if result.since is None else result.since
-        fixes = self._fixes(run) if result.fixes is None else tuple(result.fixes)
-        if _is_over(result, run):
-            result = replace(result, severity="info", what=f"was: {result.what}")
-            fixes = ()
-        if since is not None and since <= th.FIRST_STEP:  # before the first update, or in its batch
-            fixes = tuple(fix for fix in fixes if not fix.of_updates)
-        if result.severity == "critical" and not fixes:
-            fixes = (read_step(since),)
-        parts = result.severity, result.what, result.evidence, cause, self.source, fixes, confidence, reason
-        explains = self.explains if result.explains is None else result.explains
-        rest = result.could_not_check, self.name, since, explains, result.is_first
-        return Finding(*parts, *rest)
-
-    def _fixes(self, run: RunLog) -> tuple[Fix, ...]:
-        each = (self.fixes,) if callable(self.fixes) else self.fixes
-        return tuple(
-            fix for declared in each for fix in ((declared,) if isinstance(declared, Fix) else declared(run))
-        )
+        return confidence, reason
 
     def _skipped(self, run: RunLog, min_steps: int) -> Skipped | None:
         """Returns what the log lacks for this rule; None if it lacks nothing."""

@@ -525,44 +525,69 @@ def _lighter(run: RunLog, risen: str, fallen: str) -> Iterator[Fix]:
 )
 def reward_terms(run: RunLog) -> Detection | Skipped | None:
     """No reward of a sum rises at the cost of another."""
-    terms = {key_pattern(_TERM).fullmatch(key)["term"]: key for key in run.table.matching(_TERM)}  # type: ignore[index]
-    moves = {term: _move(run.table.series(key)) for term, key in terms.items() if term != OVERLONG}
-    if len(moves) < 2 or min(len(run.table.series(terms[term])) for term in moves) < FEWEST_ROWS:
+    terms = _terms_of_reward(run)
+    of_sum = {term: series for term, series in terms.items() if term != OVERLONG}
+    if len(of_sum) < 2 or min(map(len, of_sum.values())) < FEWEST_ROWS:
         return Skipped("no two rewards of a sum are logged on several steps")
-    changed = {term: (move, move.end - move.start) for term, move in moves.items() if move}
-    largest = {term: float(np.abs(run.table.series(terms[term]).values).max()) for term in changed}
-    risen = [term for term, (_, by) in changed.items() if by >= TERM_MOVE * largest[term]]
-    # A penalty, which is not positive, may grow while the policy learns.
-    fallen = [term for term, (move, by) in changed.items() if -by >= TERM_LOSS * move.start > 0.0]
+    risen: dict[str, Change] = {}
+    fallen: dict[str, Change] = {}
+    for term, series in of_sum.items():
+        move = _move(series)
+        if move is None:
+            continue
+        gain = move.end - move.start
+        if gain >= TERM_MOVE * float(np.abs(series.values).max()):
+            risen[term] = move
+        if -gain >= TERM_LOSS * move.start > 0.0:  # a penalty, which is not positive, may grow
+            fallen[term] = move
     if not risen or not fallen:
-        return _constant_terms(run, terms)
-    up = max(risen, key=lambda term: changed[term][1])
-    down = min(fallen, key=lambda term: changed[term][1])
-    evidence = tuple(
-        change_evidence(terms[term], *changed[term][0][:2], run.table.series(terms[term]).steps)
-        for term in (up, *fallen)
+        return _constant_terms(terms)
+    up = max(risen, key=lambda term: risen[term].end - risen[term].start)
+    down = min(fallen, key=lambda term: fallen[term].end - fallen[term].start)
+    shown = {up: risen[up], **fallen}
+    evidence: list[Evidence] = []
+    for term, move in shown.items():
+        key = _TERM.replace("<term>", term)
+        evidence.append(change_evidence(key, move.start, move.end, of_sum[term].steps))
+    verb = "fall" if len(fallen) > 1 else "falls"
+    return Detection(
+        severity="warning",
+        what=f"the reward {up} rises while {' and '.join(fallen)} {verb}",
+        evidence=tuple(evidence),
+        fixes=_lighter(run, up, down),
+        since=min(move.since for move in shown.values()),
     )
-    message = f"the reward {up} rises while {' and '.join(fallen)} {'fall' if fallen[1:] else 'falls'}"
-    since = min(changed[term][0].since for term in (up, *fallen))
-    return Detection("warning", message, evidence, fixes=_lighter(run, up, down), since=since)
 
 
-def _constant_terms(run: RunLog, terms: Mapping[str, str]) -> Detection | None:
+def _terms_of_reward(run: RunLog) -> dict[str, Series]:
+    """Name of each logged reward of a sum → its values."""
+    terms: dict[str, Series] = {}
+    for key in run.table.matching(_TERM):
+        match = key_pattern(_TERM).fullmatch(key)
+        if match:
+            terms[match["term"]] = run.table.series(key)
+    return terms
+
+
+def _constant_terms(terms: Mapping[str, Series]) -> Detection | None:
     """Reports rewards of a sum that are the same on every step of a longer log."""
-    each = {term: run.table.series(key) for term, key in terms.items()}
-    same = [term for term, series in each.items() if len(series) >= TERM_ROWS and not np.ptp(series.values)]
-    if not same or len(same) == len(each):
+    same: dict[str, Series] = {}
+    for term, series in terms.items():
+        if len(series) >= TERM_ROWS and not np.ptp(series.values):
+            same[term] = series
+    if not same or len(same) == len(terms):
         return None
-    values = ", ".join(f"{term} {each[term].values[0]:g}" for term in same)
-    evidence = tuple(evidence_over(each[term].steps, terms[term], "the same on every step") for term in same)
-    cause = "every response earns it, or none does: it teaches nothing, or its grader is wrong"
-    check = (fix.by_hand("grade some stored responses by hand"),)
+    values = ", ".join(f"{term} {series.values[0]:g}" for term, series in same.items())
+    evidence: list[Evidence] = []
+    for term, series in same.items():
+        key = _TERM.replace("<term>", term)
+        evidence.append(evidence_over(series.steps, key, "the same on every step"))
     return Detection(
         severity="info",
         what=f"a reward of the sum is constant: {values}",
-        evidence=evidence,
-        cause=cause,
-        fixes=check,
+        evidence=tuple(evidence),
+        cause="every response earns it, or none does: it teaches nothing, or its grader is wrong",
+        fixes=(fix.by_hand("grade some stored responses by hand"),),
     )
 
 
@@ -589,11 +614,7 @@ def _move(series: Series) -> Change | None:
 def no_format(run: RunLog) -> Detection | Skipped | None:
     """Responses have the form that the grader reads."""
     score = run.table.series(th.SCORE)
-    named = {
-        match["term"]: run.table.series(key)
-        for key in run.table.matching(_TERM)
-        if (match := key_pattern(_TERM).fullmatch(key)) and _FORMAT.search(match["term"])
-    }
+    named = {term: series for term, series in _terms_of_reward(run).items() if _FORMAT.search(term)}
     if not named:
         return Skipped("no reward for the form of responses is logged")
     never = [term for term, series in named.items() if len(series) and not series.values.any()]

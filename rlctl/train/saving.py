@@ -12,7 +12,7 @@ import math
 import shutil
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Self
 
@@ -371,41 +371,92 @@ def save_rollouts(run: Run, step: int, graded: Graded, batch: TokenBatch, seen: 
     go to the main rank. An episode that was not trained on has log-probs of NaN.
     """
     limit = run.spec.trainer.rollouts_per_step
-    rewards = graded.rewards
     if not limit:
         return
     count = run.spec.data.train_batch_size if limit < 0 else max(limit // run.spec.rollout.n, 1)
-    is_first = graded.episodes.tokens.group_ids < count
-    chosen = is_first.nonzero().squeeze(1).tolist()
-    some = graded.episodes.pick(chosen)
-    own_rewards = rewards.pick(chosen)
-    graded_as = zip(own_rewards.scores.tolist(), own_rewards.valid.tolist(), strict=True)
-    scores = [score if is_valid else None for score, is_valid in graded_as]
-    remarks: list[dict[str, str]] = own_rewards.remarks or [{} for _ in chosen]
-    shares = run.ranks.exchange([(some, scores, terms_of(own_rewards, some.rewards), remarks)])
+    shares = run.ranks.exchange([_sampled(graded, count)])
     further = [name for capability in run.capabilities for name in capability.dumped]
-    own_columns = [batch.column(name).float() for name in further]
-    columns = torch.stack([seen.training_log_probs, seen.weights, seen.keep.float(), *own_columns]).cpu()
-    places = zip(batch.group_ids.tolist(), batch.members.tolist(), strict=True)
-    own = zip(places, torch.split(columns, batch.units.episode.lengths.tolist(), 1), strict=True)
-    trained = dict(run.data_ranks.exchange([part for part in own if part[0][0] < count]))
+    trained = dict(run.data_ranks.exchange(_trained(batch, seen, further, count)))
     if not run.rollout_writer:
         return
-    every = Episodes.joined([share for share, *_ in shares])
-    keys = list(zip(every.tokens.group_ids.tolist(), every.tokens.members.tolist(), strict=True))
-    order = sorted(range(len(keys)), key=keys.__getitem__)
-    episodes = every.pick(order)
-    graded_rows = [row for _, *columns in shares for row in zip(*columns, strict=True)]
-    scores, terms, said = ([graded_rows[place][number] for place in order] for number in range(3))
+    sampled = _joined(shares)
+    episodes = sampled.episodes
     unknown = torch.tensor([[math.nan], [0.0], [0.0], *[[math.nan]] * len(further)])
-    sizes = zip(order, episodes.num_sampled.tolist(), strict=True)
-    parts = [trained.get(keys[place], unknown.expand(-1, size)) for place, size in sizes]
+    parts: list[Tensor] = []
+    for key, size in zip(_keys(episodes.tokens), episodes.num_sampled.tolist(), strict=True):
+        parts.append(trained.get(key, unknown.expand(-1, size)))
     log_probs, weights, keep, *more = torch.cat(parts, 1)
     values = {"training_log_probs": log_probs, "rollout_is_weights": weights, "keep_mask": keep > 0}
     values |= zip(further, more, strict=True)
-    run.rollout_writer.add(step, episodes, scores, values, terms, said)
+    run.rollout_writer.add(step, episodes, sampled.scores, values, sampled.terms, sampled.remarks)
     if is_due(step, run.spec.trainer.log_samples):
-        run.tracker.log_samples(step, sample_rows(episodes, scores, terms, log_probs))
+        rows = sample_rows(episodes, sampled.scores, sampled.terms, log_probs)
+        run.tracker.log_samples(step, rows)
+
+
+@dataclass(frozen=True, slots=True)
+class _Sampled:
+    """Episodes, and how each was graded.
+
+    Attributes:
+        scores: None: it was not.
+        terms: see `terms_of`.
+        remarks: of its graders, by term.
+    """
+
+    episodes: Episodes
+    scores: list[float | None]
+    terms: list[dict[str, float]]
+    remarks: list[dict[str, str]]
+
+
+def _sampled(graded: Graded, count: int) -> _Sampled:
+    """Those of the first `count` groups that this rank sampled."""
+    is_first = graded.episodes.tokens.group_ids < count
+    chosen = is_first.nonzero().squeeze(1).tolist()
+    episodes = graded.episodes.pick(chosen)
+    rewards = graded.rewards.pick(chosen)
+    scores: list[float | None] = []
+    for score, is_valid in zip(rewards.scores.tolist(), rewards.valid.tolist(), strict=True):
+        scores.append(score if is_valid else None)
+    remarks = rewards.remarks or [{} for _ in chosen]
+    return _Sampled(episodes, scores, terms_of(rewards, episodes.rewards), remarks)
+
+
+def _joined(shares: Sequence[_Sampled]) -> _Sampled:
+    """The episodes of all ranks by group and member."""
+    episodes = Episodes.joined([share.episodes for share in shares])
+    keys = _keys(episodes.tokens)
+    order = sorted(range(len(keys)), key=keys.__getitem__)
+    scores = [score for share in shares for score in share.scores]
+    terms = [each for share in shares for each in share.terms]
+    remarks = [each for share in shares for each in share.remarks]
+    return _Sampled(
+        episodes=episodes.pick(order),
+        scores=[scores[place] for place in order],
+        terms=[terms[place] for place in order],
+        remarks=[remarks[place] for place in order],
+    )
+
+
+def _trained(
+    batch: TokenBatch, seen: SeenTokens, further: Sequence[str], count: int
+) -> list[tuple[tuple[int, int], Tensor]]:
+    """Group and member, and columns (3 + number of `further`, m), of episodes that this rank trained on.
+
+    Those of the first `count` groups. The columns: log-probs in training, weights, whether a token was kept,
+    and the further ones of the batch.
+    """
+    own = [batch.column(name).float() for name in further]
+    columns = torch.stack([seen.training_log_probs, seen.weights, seen.keep.float(), *own]).cpu()
+    of_episodes = torch.split(columns, batch.units.episode.lengths.tolist(), 1)
+    pairs = zip(_keys(batch), of_episodes, strict=True)
+    return [(key, values) for key, values in pairs if key[0] < count]
+
+
+def _keys(batch: TokenBatch) -> list[tuple[int, int]]:
+    """Group and member of every episode."""
+    return list(zip(batch.group_ids.tolist(), batch.members.tolist(), strict=True))
 
 
 def terms_of(rewards: RewardResult, own: Sequence[float | None]) -> list[dict[str, float]]:

@@ -150,7 +150,7 @@ class Rule:
             since = min(starts, default=None)
         is_over = _is_over(result, run)
         severity: Severity = "info" if is_over else result.severity
-        fixes = () if is_over else self._fixes(result, run, since)
+        fixes = () if is_over else self._fixes_of(result, run, since)
         if severity == "critical" and not fixes:
             fixes = (read_step(since),)
         confidence, reason = self._confidence(result, run)
@@ -185,16 +185,18 @@ class Rule:
             raise UsageError(message, where="--rules", fix="return a Detection or None")
         return self._skipped(run, MIN_STEPS) if result is None else result
 
-    def _fixes(self, result: Detection, run: RunLog, since: int | None) -> tuple[Fix, ...]:
+    def _fixes_of(self, result: Detection, run: RunLog, since: int | None) -> tuple[Fix, ...]:
         """The fixes of a detection, or else the rule's; `since`: the first step of the fault."""
-        fixes: list[Fix] = []
-        if result.fixes is not None:
-            fixes += result.fixes
-        else:
-            for declared in (self.fixes,) if callable(self.fixes) else self.fixes:
-                fixes += [declared] if isinstance(declared, Fix) else declared(run)
+        fixes = self._fixes(run) if result.fixes is None else tuple(result.fixes)
         if since is not None and since <= th.FIRST_STEP:  # before the first update, or in its batch
-            fixes = [fix for fix in fixes if not fix.of_updates]
+            fixes = tuple(fix for fix in fixes if not fix.of_updates)
+        return fixes
+
+    def _fixes(self, run: RunLog) -> tuple[Fix, ...]:
+        """The fixes that the rule declares."""
+        fixes: list[Fix] = []
+        for declared in (self.fixes,) if callable(self.fixes) else self.fixes:
+            fixes += [declared] if isinstance(declared, Fix) else declared(run)
         return tuple(fixes)
 
     def _confidence(self, result: Detection, run: RunLog) -> Sure:

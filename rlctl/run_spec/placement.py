@@ -305,7 +305,15 @@ class Placement:
         for name, gpu, phase, moved in rows:
             links = {link: num_bytes for link, num_bytes in moved.items() if num_bytes}
             host = memory_total(self.host_parts, (phase,))
-            parts.append(Stage(name, gpu, host, links, seconds.get(name)))
+            parts.append(
+                Stage(
+                    name=name,
+                    gpu=gpu,
+                    host=host,
+                    moved=links,
+                    seconds=seconds.get(name),
+                )
+            )
         return parts
 
     def tokens(self) -> float:

@@ -208,7 +208,14 @@ def save_checkpoint(
         _save_parts(run, step, files)
         state = _state_of(run, step)
         if held:
-            return HeldCheckpoint(root, ranks.rank, state, held, keep, best)
+            return HeldCheckpoint(
+                root=root,
+                rank=ranks.rank,
+                state=state,
+                files=held,
+                keep=keep,
+                best=best,
+            )
         # Files not hashed while being written are on the main rank's machine; its ranks share the hashing.
         hashed = dict(ranks.exchange(list(digests_below(partial, files.digests).items())))
         sharers = min(spec.trainer.n_gpus_per_node, ranks.world_size)
@@ -227,7 +234,13 @@ def _state_of(run: Run, step: int) -> TrainerState:
     """What the training loop continues with; training may go on and change the originals."""
     kl_coef = run.kl.kl_coef if run.spec.algorithm.use_kl_in_reward else None
     own_states = {each.name: each.state() for each in run.capabilities if run.ranks.is_main and each.state()}
-    return TrainerState(step, run.policy_version, run.ranks.world_size, kl_coef, copy.deepcopy(own_states))
+    return TrainerState(
+        step=step,
+        policy_version=run.policy_version,
+        world_size=run.ranks.world_size,
+        kl_coef=kl_coef,
+        capabilities=copy.deepcopy(own_states),
+    )
 
 
 def _save_parts(run: Run, step: int, files: StateFiles) -> None:

@@ -13,7 +13,7 @@ from rlctl.convert.table import ForeignSetting, KeyRule, KeyTable, compute, plac
 from rlctl.errors import Problem, SpecError, UsageError
 from rlctl.run_spec.keys import closest, known_leaves, leaves_of
 from rlctl.run_spec.load import load_spec
-from rlctl.run_spec.run_spec import RunSpec
+from rlctl.run_spec.run_spec import default_spec
 from rlctl.user_code import is_file_function
 
 Status = Literal["same", "different", "not supported", "unknown"]
@@ -215,7 +215,7 @@ def _add_defaults(
     result: Translation, settings: dict[str, Any], defaults: dict[str, Any], computed: dict[str, Any]
 ) -> None:
     """Adds the framework's defaults that differ from rlctl's, or that have no equivalent."""
-    ours = leaves_of(RunSpec()) | {"engine.dtype": None}  # whose default depends on the machine
+    ours = leaves_of(default_spec()) | {"engine.dtype": None}  # whose default depends on the machine
     for key, rule in result.table.keys.items():
         default = defaults.get(key)
         if key in settings or (default is None and not rule.to):

@@ -17,7 +17,7 @@ from rlctl.run_spec.base import Section, param_problems
 from rlctl.run_spec.environment import environments_without_reward
 from rlctl.run_spec.keys import did_you_mean, value_of
 from rlctl.run_spec.memory import has_no_mask
-from rlctl.run_spec.run_spec import EngineSpec, RunSpec
+from rlctl.run_spec.run_spec import EngineSpec, RunSpec, default_spec
 from rlctl.user_code import is_file_function
 
 Problems = Iterator[Problem]
@@ -78,7 +78,7 @@ def warning(key: str, what: str, fix: str) -> Problem:
 
 def is_changed(spec: RunSpec, key: str) -> bool:
     """Whether the value at `key` differs from its default."""
-    return bool(value_of(spec, key) != value_of(RunSpec(), key))
+    return bool(value_of(spec, key) != value_of(default_spec(), key))
 
 
 def fitting_batch(spec: RunSpec) -> tuple[int, int]:

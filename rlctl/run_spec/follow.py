@@ -11,7 +11,7 @@ import json
 from pathlib import Path
 from typing import Any
 
-from rlctl.run_spec.run_spec import RunSpec
+from rlctl.run_spec.run_spec import default_spec
 from rlctl.run_spec.sources import Leaf, Origin
 
 #: Layers, weakest first; those of one strength together.
@@ -70,5 +70,5 @@ def _strength(leaves: dict[str, Leaf], key: str) -> int:
 def _number(leaves: dict[str, Leaf], key: str) -> int:
     """The positive integer at the key, or its default; 0: any other value."""
     section, _, name = key.partition(".")
-    value: Any = leaves[key].value if key in leaves else getattr(getattr(RunSpec(), section), name)
+    value: Any = leaves[key].value if key in leaves else getattr(getattr(default_spec(), section), name)
     return value if type(value) is int and value > 0 else 0

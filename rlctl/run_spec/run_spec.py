@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import cache
 from typing import Annotated, Literal
 from urllib.parse import urlsplit
 
@@ -303,3 +304,9 @@ class RunSpec(Section):
     def world_size(self) -> int:
         """Number of ranks on all machines."""
         return self.trainer.n_gpus_per_node * self.trainer.nnodes
+
+
+@cache
+def default_spec() -> RunSpec:
+    """The spec of defaults alone; built once, because each construction copies every section."""
+    return RunSpec()

@@ -514,7 +514,7 @@ def test_the_keys_that_checks_read_are_recorded(monkeypatch):
                     with monkeypatch.context() as patched:
                         patched.setattr(Section, "__getattribute__", record)
                         assert list(check(spec)) == found
-                    # `RunSpec()`, which has the defaults, is not `spec`, so its reads are not in `keys_of`.
+                    # `default_spec()` is not `spec`, so its reads are not in `keys_of`.
                     assert recorded == {keys_of[one] for one in read & keys_of.keys()}, check.__name__
 
 

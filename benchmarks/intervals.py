@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import statistics
 from collections.abc import Mapping, Sequence
+from functools import cache
 from typing import TypeVar
 
 from scipy import stats
@@ -22,8 +23,13 @@ def mean_interval(values: Sequence[float], level: float = 0.95) -> tuple[float, 
     error = float(stats.sem(values))
     if not error > 0:
         return mean, mean, mean
-    half = float(stats.t.ppf((1 + level) / 2, len(values) - 1)) * error
+    half = _quantile((1 + level) / 2, len(values) - 1) * error
     return mean, mean - half, mean + half
+
+
+@cache
+def _quantile(share: float, freedom: int) -> float:
+    return float(stats.t.ppf(share, freedom))
 
 
 def p_different(differences: Sequence[float]) -> float:

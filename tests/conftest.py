@@ -17,8 +17,9 @@ from pathlib import Path
 import pytest
 import typer.main
 
-from tests.selection import is_thorough
+from tests.selection import is_thorough, place_of
 
+gc.disable()  # until all tests are collected: nothing of them is garbage
 TESTS = Path(__file__).parent
 #: Seconds of tests from which on the slowest files are printed.
 LONG_RUN_S = 60.0
@@ -66,17 +67,18 @@ def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Marks tests as `thorough` (`tests/selection.py`), and test modules as `processes`.
 
-    `make test-fast` excludes the latter, other runs start with them.
-
-    A slow module at the end would leave all workers except one idle.
+    `make test-fast` excludes the latter, other runs start with them, the longest first: a slow module at the
+    end would leave all workers except one idle.
     """
     for item in items:
         if _starts_processes(item.path):
             item.add_marker("processes")
         if is_thorough(item.path.relative_to(TESTS).as_posix(), getattr(item, "originalname", item.name)):
             item.add_marker("thorough")
-    items.sort(key=lambda item: not _starts_processes(item.path))
+    files = {item.path: item.path.relative_to(TESTS).as_posix() for item in items}
+    items.sort(key=lambda item: (place_of(files[item.path]), not _starts_processes(item.path)))
     gc.freeze()  # imported objects stay alive: exclude them from garbage collection
+    gc.enable()
 
 
 #: Number of training rows of the embedded model in tests; small, because every start renders all of them.
@@ -88,6 +90,19 @@ def _state_of_tests(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
     """The key that signs runs is not the user's."""
     with pytest.MonkeyPatch.context() as patched:
         patched.setenv("XDG_STATE_HOME", str(tmp_path_factory.mktemp("state")))
+        yield
+
+
+@pytest.fixture(scope="session", autouse=True)
+def _one_grading_process() -> Iterator[None]:
+    """A pool of graders starts one process if no number is given: each imports sympy, for seconds.
+
+    The forks of `tests.preload` do so too. Tests of pools name the number of processes.
+    """
+    import rlctl.reward.code  # runs as many programs at once as before
+
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr(rlctl.reward.pool, "share_of_cores", lambda: 1)
         yield
 
 

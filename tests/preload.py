@@ -20,6 +20,8 @@ with contextlib.redirect_stdout(io.StringIO()), contextlib.redirect_stderr(io.St
 
     import rlctl.cli.app
     import rlctl.cli.output
+    import rlctl.reward.code  # runs as many programs at once as before
+    import rlctl.reward.pool
     import rlctl.train.loop
     import rlctl.train.preflight
     import rlctl.train.setup
@@ -34,6 +36,7 @@ with contextlib.redirect_stdout(io.StringIO()), contextlib.redirect_stderr(io.St
         get_checkpoint_conversion_mapping("llama")  # compiles hundreds of patterns
 typer.main.get_command = cache(typer.main.get_command)
 typer.main.get_command(rlctl.cli.app.app)  # otherwise every job would build it
+rlctl.reward.pool.share_of_cores = lambda: 1  # as in tests/conftest.py
 logging.disable(logging.NOTSET)
 # Otherwise garbage collection in a job would write to, and so copy, the memory of half a million objects.
 gc.collect()

@@ -1,7 +1,8 @@
 """Which command runs which tests: `make test` all but the kinds below, `make test-all` the kinds.
 
 Of each kind `make test` keeps the tests named behind a file, to notice when a kind breaks as a whole.
-`make help` prints the table (`python tests/selection.py`). The marker of the kinds is `thorough`.
+`make help` prints the table (`python tests/selection.py`). The marker of the kinds is `thorough`. Long sweeps
+of other files are divided in the same way, case by case (`tests/sweeps.py`).
 """
 
 from __future__ import annotations
@@ -206,12 +207,36 @@ KINDS: dict[str, dict[str, tuple[str, ...]]] = {
         "unit/test_gpu_offline.py": ("test_a_case_that_fails_hangs_or_lacks_memory_does_not_end_the_others",),
     },
 }
+#: Files that take longest in one of the two commands, longest first. They start first: a long file at the
+#: end would leave all workers but one idle.
+LONGEST = (
+    "integration/test_pages.py",
+    "golden/test_all_runs.py",
+    "faults/test_killed_and_resumed.py",
+    "faults/test_killed_in_flight.py",
+    "unit/reward/test_reward_function.py",
+    "unit/reward/test_ground_truth_kinds.py",
+    "unit/environment/test_environment_audit.py",
+    "faults/test_bad_requests.py",
+    "unit/reward/test_timeouts.py",
+    "unit/train/test_update.py",
+    "unit/reward/test_reward_code.py",
+    "unit/train/test_update_invariance.py",
+    "integration/test_train_cli.py",
+    "unit/train/test_guardrails.py",
+    "unit/train/test_infer.py",
+)
 FILES = {file: kept for files in KINDS.values() for file, kept in files.items()}
 
 
 def is_thorough(file: str, name: str) -> bool:
     """Whether `make test` leaves a test to `make test-all`; `file` is relative to `tests`."""
     return file in FILES and name not in FILES[file]
+
+
+def place_of(file: str) -> int:
+    """Place of a file in the order of start; `file` is relative to `tests`."""
+    return LONGEST.index(file) if file in LONGEST else len(LONGEST)
 
 
 def main() -> None:

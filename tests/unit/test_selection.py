@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from pathlib import Path
 
-from tests.selection import FILES, KINDS, is_thorough
+from tests.selection import FILES, KINDS, LONGEST, is_thorough
 
 TESTS = Path(__file__).parents[1]
 ROOT = TESTS.parent
@@ -15,6 +15,10 @@ def test_entries_exist() -> None:
     for file, kept in FILES.items():
         functions = re.findall(r"^def (test_\w+)", (TESTS / file).read_text(), re.MULTILINE)
         assert set(kept) < set(functions), file
+
+
+def test_the_longest_files_exist() -> None:
+    assert [file for file in LONGEST if not (TESTS / file).is_file()] == []
 
 
 def test_of_each_kind_one_test_stays() -> None:

@@ -1,7 +1,6 @@
 import pytest
 
 from rlctl.evaluate.samples import EvalSample
-from rlctl.reward import pool
 from tests.unit.evaluate.runs import quick_task
 
 
@@ -15,12 +14,6 @@ def task(tmp_path_factory):
 def _own_cache(tmp_path, monkeypatch):
     """What one test samples is not there for the next."""
     monkeypatch.setenv("RLCTL_CACHE", str(tmp_path / "cache"))
-
-
-@pytest.fixture(autouse=True)
-def _one_grading_process(monkeypatch):
-    """Each imports the graders' libraries, for a dozen responses."""
-    monkeypatch.setattr(pool, "share_of_cores", lambda: 1)
 
 
 @pytest.fixture

@@ -260,6 +260,16 @@ def test_closing_leaves_no_process(pool):
     assert all(process.returncode is not None for process in processes)
 
 
+def test_a_pool_has_a_process_for_each_core_of_its_rank(monkeypatch):
+    from rlctl.reward.code import share_of_cores  # tests of other things start one process
+
+    monkeypatch.setattr("rlctl.reward.pool.share_of_cores", share_of_cores)
+    monkeypatch.setattr(os, "sched_getaffinity", lambda _: set(range(8)))
+    for ranks, count in (("1", 8), ("2", 4), ("16", 1)):
+        monkeypatch.setenv("LOCAL_WORLD_SIZE", ranks)
+        assert len(GradingPool("maths")._workers) == count
+
+
 def test_odd_text_survives_the_way_to_the_process(pool):
     odd = pairs(("\ud800\n\r\u2028\x00 #### 7", "7"), ("naïve €\n#### 7", "7"))
     assert pool.grade(odd) == [1.0, 1.0]

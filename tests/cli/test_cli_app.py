@@ -406,58 +406,80 @@ def test_a_dry_run_shows_changed_keys_and_all_on_request(capsys):
     assert "tau_neg" not in changed
 
 
-@pytest.mark.parametrize(
-    ("overrides", "messages"),
-    [
-        (
-            ["model.path=./gone", "data.train_files={prompts}"],
-            ["model.path: not a Hugging Face model directory"],
-        ),
-        (["model.path={tmp}", "data.train_files={prompts}"], ["it has no config.json"]),
-        (["model.path={tmp}/broken", "data.train_files={prompts}"], ["config.json cannot be read"]),
-        (["model.path={tmp}/bare", "data.train_files={prompts}"], ["holds no weights"]),
-        (["model.path={tmp}/mute", "data.train_files={prompts}"], ["holds no tokenizer"]),
-        (["model.path=a/b", "data.train_files=[no.parquet,{prompts}]"], ["no such file or directory"]),
-        (["model.path=a/b", "data.train_files={tmp}/empty.parquet"], ["the file has no rows"]),
-        (
-            ["model.path=a/b", "data.train_files={tmp}/other.parquet"],
-            ["asks for an answer (ground_truth), and no row has one"],
-        ),
-        (["model.path=a/b", "data.train_files={tmp}/torn.parquet"], ["cannot be read as Parquet"]),
-        (["reward.terms=[{{name: exact}},{{name: 'gone.py:f'}}]"], ["reward.terms: no such file: gone.py"]),
-        (["algorithm.adv_estimator=gae", "critic.path=/gone/c"], ["critic.path: not a Hugging Face model"]),
-        (["actor.use_kl_loss=true", "ref.path=~/gone/r"], ["ref.path: not a Hugging Face model"]),
-        (
-            [
-                "model.path=./gone",
-                "data.train_files=x.parquet",
-                "data.val_files=y.parquet",
-                "trainer.test_freq=5",
-            ],
-            ["model.path: ", "data.train_files: ", "data.val_files: ", "3 problems"],
-        ),
-    ],
-)
-def test_missing_and_unusable_files_are_refused_before_torch(overrides, messages, prompts, tmp_path, capsys):
+#: Overrides, and messages of the refusal.
+UNUSABLE = [
+    (
+        ["model.path=./gone", "data.train_files={prompts}"],
+        ["model.path: not a Hugging Face model directory"],
+    ),
+    (["model.path={tmp}", "data.train_files={prompts}"], ["it has no config.json"]),
+    (["model.path={tmp}/broken", "data.train_files={prompts}"], ["config.json cannot be read"]),
+    (["model.path={tmp}/bare", "data.train_files={prompts}"], ["holds no weights"]),
+    (["model.path={tmp}/mute", "data.train_files={prompts}"], ["holds no tokenizer"]),
+    (["model.path=a/b", "data.train_files=[no.parquet,{prompts}]"], ["no such file or directory"]),
+    (["model.path=a/b", "data.train_files={tmp}/empty.parquet"], ["the file has no rows"]),
+    (
+        ["model.path=a/b", "data.train_files={tmp}/other.parquet"],
+        ["asks for an answer (ground_truth), and no row has one"],
+    ),
+    (["model.path=a/b", "data.train_files={tmp}/torn.parquet"], ["cannot be read as Parquet"]),
+    (["reward.terms=[{{name: exact}},{{name: 'gone.py:f'}}]"], ["reward.terms: no such file: gone.py"]),
+    (["algorithm.adv_estimator=gae", "critic.path=/gone/c"], ["critic.path: not a Hugging Face model"]),
+    (["actor.use_kl_loss=true", "ref.path=~/gone/r"], ["ref.path: not a Hugging Face model"]),
+    (
+        [
+            "model.path=./gone",
+            "data.train_files=x.parquet",
+            "data.val_files=y.parquet",
+            "trainer.test_freq=5",
+        ],
+        ["model.path: ", "data.train_files: ", "data.val_files: ", "3 problems"],
+    ),
+]
+#: Each command's exit code, output, and whether torch is imported by then.
+ONE_AFTER_THE_OTHER = """
+import contextlib, io, json, sys
+import rlctl.cli.app as app
+for words in json.loads(sys.argv[1]):
+    with contextlib.redirect_stdout(io.StringIO()), contextlib.redirect_stderr(io.StringIO()) as said:
+        code = app.run(words)
+    print(json.dumps([code, said.getvalue(), "torch" in sys.modules]))
+"""
+
+
+@pytest.fixture(scope="module")
+def unusable(prompts, tmp_path_factory):
+    """Directory of the files, and what a process that has not imported torch says of each case."""
+    where = tmp_path_factory.mktemp("unusable")
     for name, files in {"broken": ["w.bin"], "bare": [], "mute": ["model.safetensors"]}.items():
-        (tmp_path / name).mkdir()
-        (tmp_path / name / "config.json").write_text("{" if name == "broken" else "{}")
+        (where / name).mkdir()
+        (where / name / "config.json").write_text("{" if name == "broken" else "{}")
         for file in files:
-            (tmp_path / name / file).touch()
+            (where / name / file).touch()
     table = pq.read_table(prompts)
-    pq.write_table(table.slice(0, 0), tmp_path / "empty.parquet")
-    pq.write_table(table.select(["prompt"]), tmp_path / "other.parquet")
-    (tmp_path / "torn.parquet").write_bytes(prompts.read_bytes()[:-9])
-    given = [each.format(prompts=prompts, tmp=tmp_path) for each in overrides]
-    program = (
-        "import sys, rlctl.cli.app as a; c = a.run(sys.argv[1:]); sys.exit(c + 90 * ('torch' in sys.modules))"
-    )
+    pq.write_table(table.slice(0, 0), where / "empty.parquet")
+    pq.write_table(table.select(["prompt"]), where / "other.parquet")
+    (where / "torn.parquet").write_bytes(prompts.read_bytes()[:-9])
+    commands = [
+        ["train", *(each.format(prompts=prompts, tmp=where) for each in case)] for case, _ in UNUSABLE
+    ]
     done = subprocess.run(
-        [sys.executable, "-c", program, "train", *given], capture_output=True, text=True, check=False
+        [sys.executable, "-c", ONE_AFTER_THE_OTHER, json.dumps(commands)],
+        capture_output=True,
+        text=True,
+        check=False,
     )
-    assert done.returncode == 2, done.stderr
-    assert [message for message in messages if message not in done.stderr] == []
-    assert run(["train", "--dry-run", *given]) == 2
+    assert done.returncode == 0, done.stderr
+    return commands, [json.loads(line) for line in done.stdout.splitlines()]
+
+
+@pytest.mark.parametrize("case", range(len(UNUSABLE)), ids=[messages[0] for _, messages in UNUSABLE])
+def test_missing_and_unusable_files_are_refused_before_torch(case, unusable, capsys):
+    commands, answers = unusable
+    messages, (code, said, has_torch) = UNUSABLE[case][1], answers[case]
+    assert (code, has_torch) == (2, False)
+    assert [message for message in messages if message not in said] == []
+    assert run(["train", "--dry-run", *commands[case][1:]]) == 2
     out = capsys.readouterr().out
     assert [message for message in messages if message not in out and "problems" not in message] == []
 
@@ -485,34 +507,44 @@ def test_presets_are_listed_shown_and_copied(capsys, tmp_path):
     assert run(["train", "--spec", str(copied), "--dry-run"]) == 0
 
 
-@pytest.mark.parametrize(
-    ("arguments", "forbidden"),
-    [
-        (["--help"], ("pydantic", "yaml", "rich")),
-        (["--version"], ("pydantic", "yaml", "rich")),
-        (["train", "--help"], ("yaml", "pyarrow", "rich")),
-        (["train", "--preset", "rloo-seq-is", "--dry-run"], ("pyarrow",)),
-        (["train", "no.such=1"], ("pyarrow",)),
-        (["explain", "--format", "schema"], ("pyarrow",)),
-        (["presets", "list"], ("pyarrow",)),
-        (["doctor", "--quick"], ("pyarrow", "wandb")),
-    ],
-)
-def test_light_commands_import_nothing_heavy(arguments, forbidden):
+#: Commands, those that import least first, and what they and those before them do not import.
+LIGHT = [
+    (["--help"], ("pydantic", "yaml", "rich")),
+    (["--version"], ("pydantic", "yaml", "rich")),
+    (["train", "--help"], ("yaml", "pyarrow", "rich")),
+    (["train", "--preset", "rloo-seq-is", "--dry-run"], ("pyarrow",)),
+    (["train", "no.such=1"], ("pyarrow",)),
+    (["explain", "--format", "schema"], ("pyarrow",)),
+    (["presets", "list"], ("pyarrow",)),
+    (["doctor", "--quick"], ("pyarrow", "wandb")),
+]
+
+
+@pytest.fixture(scope="module")
+def imported_after():
+    """Modules of one process after each of the commands, which it runs one after the other."""
     program = (
-        "import sys, json, rlctl.cli.app as a; code = a.run(json.loads(sys.argv[1]));"
-        "print(json.dumps([code, sorted({name.split('.')[0] for name in sys.modules})]), file=sys.stderr)"
+        "import sys, json, rlctl.cli.app as a\n"
+        "for words in json.loads(sys.argv[1]):\n"
+        "    a.run(words)\n"
+        "    print(json.dumps(sorted({name.split('.')[0] for name in sys.modules})), file=sys.stderr)"
     )
     done = subprocess.run(
-        [sys.executable, "-c", program, json.dumps(arguments)],
+        [sys.executable, "-c", program, json.dumps([words for words, _ in LIGHT])],
         capture_output=True,
         text=True,
         env={**os.environ, "PYTHONPATH": str(ROOT)},
         check=True,
         timeout=60,
     )
-    _, modules = json.loads(done.stderr.splitlines()[-1])
-    assert not {"torch", "transformers", "deepspeed", "numpy", *forbidden}.intersection(modules)
+    return [json.loads(line) for line in done.stderr.splitlines() if line.startswith('["')]
+
+
+@pytest.mark.parametrize("place", range(len(LIGHT)), ids=[" ".join(words) for words, _ in LIGHT])
+def test_light_commands_import_nothing_heavy(place, imported_after):
+    assert len(imported_after) == len(LIGHT)
+    forbidden = {"torch", "transformers", "deepspeed", "numpy", *LIGHT[place][1]}
+    assert not forbidden.intersection(imported_after[place])
 
 
 def test_the_table_of_keys_has_one_section_on_request(capsys):

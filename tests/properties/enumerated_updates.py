@@ -268,7 +268,7 @@ def deviation(gradient: Tensor, exact: Tensor) -> Deviation:
     return Deviation(scale, float((gradient / scale - exact).norm() / exact.norm()))
 
 
-def enumerate_updates(ranks: Ranks, settings: list[Setting]) -> dict[tuple[Setting, str], Found]:
+def enumerate_updates(ranks: Ranks, cases: list[tuple[Setting, str]]) -> dict[tuple[Setting, str], Found]:
     """By setting and aggregation. A setting that is biased in large mini-batches is not tested in small
     ones."""
     actor = recording(ranks)
@@ -292,7 +292,7 @@ def enumerate_updates(ranks: Ranks, settings: list[Setting]) -> dict[tuple[Setti
         return actor.gradients
 
     found = {}
-    for setting, agg_mode in itertools.product(settings, AGGREGATIONS):
+    for setting, agg_mode in cases:
         (whole,) = gradients(setting, agg_mode, population, len(population))
         large, small = deviation(whole, exact), None
         if large.error < ROUNDING:

@@ -80,8 +80,7 @@ def test_a_bad_sequence_is_a_rejected_one_for_the_applied_weights(weight) -> Non
 
 @pytest.mark.parametrize("level", LEVELS)
 @pytest.mark.parametrize("loss_type", POLICY_LOSSES)
-@pytest.mark.parametrize("mode", MODES)
-def test_bad_numbers_never_reach_value_or_gradient(level, loss_type: str, mode: str) -> None:
+def test_bad_numbers_never_reach_value_or_gradient(level, loss_type: str) -> None:
     batch = make_batch(8, rows=8)
     for row, value, which in ((3, math.nan, "both"), (4, math.inf, "log_probs"), (6, -math.inf, "both")):
         spoil(batch, row, value, which)
@@ -92,14 +91,14 @@ def test_bad_numbers_never_reach_value_or_gradient(level, loss_type: str, mode: 
     columns = [x[mask][keep] for x in (log_probs, batch.rollout_log_probs, batch.advantages)]
     rule = loss_rule(loss_type, *columns, unit.kept(keep), clip_high=0.3, clip_c=3.0)
     loss = policy_loss(rule, *columns, unit.kept(keep), correction.weights[mask][keep])
-    c = coefficients(mode, keep, torch.ones_like(keep), unit, 20.0, 6.0, horizon=6)
-    total = (c[keep] * loss.values).sum()
-    loss_mask = correction.keep_mask
-    total.backward()
-    assert total.isfinite()
-    assert log_probs.grad.isfinite().all()
-    assert log_probs.grad[loss_mask].any()
-    assert not log_probs.grad[~loss_mask].any()
+    for mode in MODES:
+        c = coefficients(mode, keep, torch.ones_like(keep), unit, 20.0, 6.0, horizon=6)
+        total = (c[keep] * loss.values).sum()
+        [gradient] = torch.autograd.grad(total, log_probs, retain_graph=True)
+        assert total.isfinite(), mode
+        assert gradient.isfinite().all(), mode
+        assert gradient[correction.keep_mask].any(), mode
+        assert not gradient[~correction.keep_mask].any(), mode
 
 
 @pytest.mark.parametrize("level", LEVELS)

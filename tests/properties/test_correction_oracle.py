@@ -12,6 +12,7 @@ from rlctl.algos.rules import CorrectionRules, RejectRule, WeightRule
 from tests.properties.batches import reject_rules, weight_rules
 from tests.properties.padded_batches import Batch, corrected, factor_and_metrics, make_batch
 from tests.reference.correction import reference
+from tests.sweeps import swept
 
 RULES = reject_rules()
 
@@ -55,12 +56,18 @@ def test_every_rejection_rule_with_some_weights(rule) -> None:
         assert_equals_reference(batch, CorrectionRules(weight, (rule,)))
 
 
+#: Number of parts into which the combinations are divided: each has every weight rule, and every rejection
+#: rule with a ninth of the weight rules.
+PARTS = 9
+
+
 @pytest.mark.slow
-def test_every_combination() -> None:
+@pytest.mark.parametrize("part", swept(range(PARTS), [0]))
+def test_every_combination(part: int) -> None:
     """Every weight rule with every rejection rule, three at a time, of different statistics."""
     third = math.ceil(len(RULES) / 3)
     for seed, weight in enumerate(weight_rules()):
-        for first in range(third):
+        for first in range((part + seed) % PARTS, third, PARTS):
             assert_equals_reference(make_batch(seed), CorrectionRules(weight, tuple(RULES[first::third])))
 
 

@@ -6,6 +6,7 @@ As for a user, a log is written to disk, read and examined; no object is passed 
 
 from __future__ import annotations
 
+import itertools
 import statistics
 import tempfile
 from bisect import bisect_left
@@ -135,14 +136,15 @@ def _alarms(trials: list[Trial], form: Format) -> str:
     return f"{bad}/{len(here)}" if not bad else f"[bold red]{bad}/{len(here)}[/]"
 
 
-def run(seeds: int, progress: Progress) -> Matrix:
+def run(seeds: int, progress: Progress, *, sample: bool = False) -> Matrix:
     """Simulate, write, read and examine every log.
 
     Args:
         seeds: of every fault and kind of healthy run.
         progress: told after every log.
+        sample: every fault and every kind of healthy run in one format only; they take turns with formats.
     """
-    jobs = list(_jobs(seeds))
+    jobs = list(_sampled(_jobs(seeds)) if sample else _jobs(seeds))
     trials = []
     with tempfile.TemporaryDirectory(prefix="rlctl-matrix-") as where:
         for form in FORMATS:  # one's spec would be taken for another's
@@ -161,6 +163,17 @@ def _jobs(seeds: int) -> Iterator[tuple[Fault | Kind, Format, int]]:
             yield from ((fault, form, 0) for form in HEALTHY_FORMATS if form not in fault.formats)
     for kind in KINDS:
         yield from ((kind, form, seed) for form in HEALTHY_FORMATS for seed in range(seeds))
+
+
+def _sampled(
+    jobs: Iterator[tuple[Fault | Kind, Format, int]],
+) -> Iterator[tuple[Fault | Kind, Format, int]]:
+    """Of the jobs of each planned fault or kind one in which it can be seen, and every fifth other one."""
+    for place, (planned, own) in enumerate(itertools.groupby(jobs, key=lambda job: job[0])):
+        every = list(own)
+        seen = [job for job in every if not isinstance(planned, Fault) or job[1] in planned.formats]
+        yield seen[place % len(seen)]
+        yield from [job for job in every if job not in seen][: place % 5 == 0]
 
 
 def _try(planned: Fault | Kind, form: Format, seed: int, directory: Path) -> Trial:

@@ -3,6 +3,7 @@ unique, the wheel brings its presets."""
 
 from __future__ import annotations
 
+import json
 import os
 import re
 import subprocess
@@ -70,44 +71,42 @@ def installed(wheel: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     return target
 
 
+#: Each runs in the process of the ones before.
+COMMANDS = [
+    ["--help"],
+    ["--version"],
+    ["train", "--help"],
+    ["train", "--dry-run"],
+    ["train", "--preset", "rloo-seq-is", "--dry-run"],
+    ["train", "--preset", "ppo-seq-is-token-rs", "--dry-run"],
+    ["presets", "list"],
+    ["explain", "--format", "schema"],
+    ["explain", "grpo"],
+]
 PROBE = """
-import sys
+import json, sys
 from rlctl.cli.app import run
-code = run(sys.argv[1:])
 import rlctl
 print("FROM", rlctl.__file__)
-print("HEAVY", sorted({"torch", "transformers", "deepspeed", "pyarrow", "wandb"} & set(sys.modules)))
-raise SystemExit(code)
+for words in json.loads(sys.argv[1]):
+    code = run(words)
+    print("CODE", code, sorted({"torch", "transformers", "deepspeed", "pyarrow", "wandb"} & set(sys.modules)))
 """
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    "command",
-    [
-        ["--help"],
-        ["--version"],
-        ["train", "--help"],
-        ["train", "--dry-run"],
-        ["train", "--preset", "rloo-seq-is", "--dry-run"],
-        ["train", "--preset", "ppo-seq-is-token-rs", "--dry-run"],
-        ["presets", "list"],
-        ["explain", "--format", "schema"],
-        ["explain", "grpo"],
-    ],
-)
-def test_wheel_is_whole_and_light(installed: Path, tmp_path: Path, command: list[str]) -> None:
+def test_wheel_is_whole_and_light(installed: Path, tmp_path: Path) -> None:
     done = subprocess.run(
-        [sys.executable, "-c", PROBE, *command],
+        [sys.executable, "-c", PROBE, json.dumps(COMMANDS)],
         cwd=tmp_path,  # away from the checkout
         env={**os.environ, "PYTHONPATH": str(installed)},
         capture_output=True,
         text=True,
         check=False,
     )
-    assert done.returncode == 0, done.stdout + done.stderr
-    assert f"FROM {installed}" in done.stdout
-    assert "HEAVY []" in done.stdout
+    assert f"FROM {installed}" in done.stdout, done.stderr
+    ended = [line for line in done.stdout.splitlines() if line.startswith("CODE ")]
+    assert ended == ["CODE 0 []"] * len(COMMANDS), done.stdout + done.stderr
 
 
 @pytest.mark.slow

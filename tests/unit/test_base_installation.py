@@ -8,7 +8,8 @@ import os
 import subprocess
 import sys
 import tomllib
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
+from functools import cache
 from importlib import metadata
 from pathlib import Path
 
@@ -122,11 +123,16 @@ def closure(texts: list[str]) -> set[str]:
     return required
 
 
+@cache
+def packages_of_modules() -> Mapping[str, list[str]]:
+    return metadata.packages_distributions()
+
+
 def modules_of(packages: set[str]) -> set[str]:
     """Top-level modules of these packages."""
     return {
         module
-        for module, names in metadata.packages_distributions().items()
+        for module, names in packages_of_modules().items()
         if packages & set(map(canonicalize_name, names))
     }
 

@@ -335,7 +335,7 @@ print("RESULT" + json.dumps({"used": used, "logs": trainer.state.log_history}))
 """
 
 
-@pytest.mark.slow
+@pytest.mark.thorough  # TRL's imports take most of it
 @pytest.mark.skipif(not HAS_TRL, reason="TRL is not installed beside the environment (`make verl`)")
 def test_in_trls_trainer_the_loss_reads_these_weights(embedded: Path, tmp_path: Path) -> None:
     model = ensure_embedded(1, embedded).model_dir

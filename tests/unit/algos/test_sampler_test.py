@@ -102,7 +102,7 @@ def test_without_a_critical_value_nothing_is_called_cut() -> None:
     assert critical_z(3.0) is None
 
 
-@pytest.mark.parametrize("stale", [0.0, 0.1, 0.4, 1.0])
+@pytest.mark.parametrize("stale", [0.0, 0.4, 1.0])
 def test_an_honest_sampler_is_never_accused(stale: float) -> None:
     """100 runs of 40 batches, looked at after each: by Ville at most 1 in 100 exceeds 100."""
     draw = torch.Generator().manual_seed(int(10 * stale))

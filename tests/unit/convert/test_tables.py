@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import re
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -241,12 +242,18 @@ def reasons(one: KeyTable) -> set[str]:
     )
 
 
-def denied(reason: str) -> list[str]:
-    """Words that a reason denies and that are in the product."""
+@cache
+def words_of_the_product() -> str:
     product = " ".join(f"{row.key} {row.meaning}" for row in key_rows()).lower()
     product += " ".join(kind.__doc__ or "" for kind in known_sections().values()).lower()
     for registry in (POLICY_LOSSES, ADVANTAGE_ESTIMATORS):
         product += " ".join(f"{part.name} {part.title}" for part in registry.parts()).lower()
+    return product
+
+
+def denied(reason: str) -> list[str]:
+    """Words that a reason denies and that are in the product."""
+    product = words_of_the_product()
     nouns = [match[1] or match[2] for match in _DENIED.finditer(reason)]
     words = [word for noun in nouns for word in re.findall(r"[a-z]{3,}", noun.lower())]
     return [word for word in words if re.search(rf"\b{word.rstrip('s')}", product)]

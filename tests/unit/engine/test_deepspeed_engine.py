@@ -13,6 +13,7 @@ from transformers import AutoModelForCausalLM
 
 from tests.models import naive_log_probs, tiny_batch, tiny_model
 from tests.processes import on_ranks, on_ranks_each
+from tests.sweeps import asked_for, swept
 from tests.unit.engine import engine_jobs
 
 FSDP = engine_jobs.FSDP
@@ -20,15 +21,20 @@ STAGES = (0, 1, 2, 3, FSDP)
 CASES = [(stage, "fp32", micro) for stage in (0, 3) for micro in (1, 2, 4, 8)]
 CASES += [(stage, "fp32", micro) for stage in (1, 2, FSDP) for micro in (1, 8)]
 CASES += [(stage, "bf16", 4) for stage in STAGES]
+#: Every stage in both precisions.
+SAMPLE = [*[(stage, "fp32", 1) for stage in STAGES], *[(stage, "bf16", 4) for stage in STAGES]]
 
 
 @pytest.fixture(scope="module")
-def by_world_size(tmp_path_factory: pytest.TempPathFactory):
+def by_world_size(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory):
     where = tmp_path_factory.mktemp("matrix")
+    asked = asked_for(request, "stage", "dtype", "micro")  # they are compared with those of the whole batch
+    asked |= {case for (case,) in asked_for(request, "case")}
+    cases = CASES if asked - set(SAMPLE) else [case for case in CASES if case in asked]
     found = {}
     for count in (1, 2):
-        results = on_ranks(count, engine_jobs.matrix, CASES, where=where)
-        for case in CASES:
+        results = on_ranks(count, engine_jobs.matrix, cases, where=where)
+        for case in cases:
             for name, tensor in results[0][case]["weights"].items():
                 for other in results[1:]:
                     assert torch.equal(tensor, other[case]["weights"][name]), (case, name, "ranks differ")
@@ -88,7 +94,7 @@ def test_a_perturbation_reaches_every_rank_and_is_undone_exactly(tmp_path: Path)
 
 
 @pytest.mark.parametrize("world_size", [1, 2])
-@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize("case", swept(CASES, SAMPLE, one=True))
 def test_skipped_step_changes_nothing(by_world_size, world_size: int, case) -> None:
     got = by_world_size[world_size][case]
     assert got["applied"] == (True, False, True)

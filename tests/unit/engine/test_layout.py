@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from functools import cache
 
 import pytest
 import torch
@@ -67,20 +68,28 @@ def assert_same(ours, theirs, our_grads, their_grads) -> None:
         torch.testing.assert_close(our_grads[name], gradient, rtol=1e-4, atol=atol)
 
 
+@cache
+def answers_of_whole_rows(kind: str, attention: str, siblings: tuple[int, ...]):
+    return answers(policy_of(a_model(kind, attention), "whole"), inputs_of(*siblings))
+
+
 @pytest.mark.parametrize(
     ("kind", "attention"), [*((kind, "sdpa") for kind in ARCHITECTURES), ("llama", "eager")]
 )
-@pytest.mark.parametrize("siblings", [(4, 4, 4), (4, 1, 3), (1, 1), (9,)], ids=str)
-@pytest.mark.parametrize("width", [1, 24])  # a row as wide as the longest sequence; some sequences in a row
+# A row as wide as the longest sequence, or some sequences in a row.
+@pytest.mark.parametrize(
+    ("siblings", "width"),
+    [((4, 4, 4), 24), ((4, 1, 3), 1), ((4, 1, 3), 24), ((1, 1), 1), ((9,), 24)],
+    ids=str,
+)
 def test_log_probs_and_gradients_are_those_of_whole_rows(
     kind: str, attention: str, siblings: tuple[int, ...], width: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(layout, "packed_width", lambda _hidden: width)
-    model, inputs = a_model(kind, attention), inputs_of(*siblings)
-    module = policy_of(model, "packed")
+    module = policy_of(a_model(kind, attention), "packed")
     assert module.reader.packs
-    [read], ours, our_grads = answers(module, inputs)
-    [whole], theirs, their_grads = answers(policy_of(model, "whole"), inputs)
+    [read], ours, our_grads = answers(module, inputs_of(*siblings))
+    [whole], theirs, their_grads = answers_of_whole_rows(kind, attention, siblings)
     assert_same(ours, theirs, our_grads, their_grads)
     assert read <= whole if width == 1 and set(siblings) == {1} else read < whole
 
@@ -114,25 +123,30 @@ def together(sequences, scored) -> ModelInputs:
     return ModelInputs(torch.cat(sequences), torch.cat(scored), torch.tensor([len(ids) for ids in sequences]))
 
 
-@pytest.mark.parametrize("how", ["packed", "padded", "whole"])
+@pytest.mark.parametrize(
+    ("how", "width"), [("packed", 1), ("packed", 1000), ("padded", 1000), ("whole", 1)]
+)  # only packed rows have this width
 @pytest.mark.parametrize("kind", ARCHITECTURES)
-@pytest.mark.parametrize("width", [1, 1000])
 def test_branches_of_an_episode_are_separate_sequences(
     kind: str, how: str, width: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(layout, "packed_width", lambda _hidden: width)
+    _, ours, our_grads = answers(policy_of(a_model(kind), how), together(*episodes()))
+    theirs, their_grads = answers_of_each_sequence(kind)
+    assert_same(ours, theirs, our_grads, their_grads)
+
+
+@cache
+def answers_of_each_sequence(kind: str):
     model = a_model(kind)
     sequences, scored = episodes()
-    _, ours, our_grads = answers(policy_of(model, how), together(sequences, scored))
-    model.zero_grad()
     wanted = []
     for ids, marks in zip(sequences, scored, strict=True):
         logits = model(ids[None]).logits[0, :-1] / 0.7
         wanted.append(logits.log_softmax(-1)[marks[1:]].gather(-1, ids[marks][:, None]).squeeze(-1))
     theirs = torch.cat(wanted)
     (theirs * torch.linspace(-1, 1, len(theirs))).sum().backward()
-    their_grads = {name: p.grad.clone() for name, p in model.named_parameters()}
-    assert_same(ours, theirs.detach(), our_grads, their_grads)
+    return theirs.detach(), {name: p.grad.clone() for name, p in model.named_parameters()}
 
 
 def test_a_tree_is_read_once(monkeypatch: pytest.MonkeyPatch) -> None:

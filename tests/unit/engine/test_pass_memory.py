@@ -21,6 +21,7 @@ from rlctl.run_spec.model_size import PUBLISHED, ModelSize, Shape
 from rlctl.run_spec.run_spec import RunSpec
 from tests.models import config_of
 from tests.peak_memory import PeakMemory
+from tests.sweeps import swept
 
 ROWS, PROMPT, RESPONSE = 3, 10, 90
 FAMILIES = {
@@ -92,7 +93,20 @@ CASES = [
 ]
 
 
-@pytest.mark.parametrize(("family", "dtype", "overrides"), CASES)
+#: Every family in both precisions, once with layers that are run again; eager attention; adapters.
+SAMPLE = [
+    *[("llama", "fp32", []), ("qwen2", "fp32", [AGAIN]), ("mistral", "fp32", []), ("gemma", "fp32", [AGAIN])],
+    *[("llama", "bf16", [AGAIN]), ("qwen2", "bf16", []), ("mistral", "bf16", [AGAIN]), ("gemma", "bf16", [])],
+    *[
+        ("llama", "fp32", [EAGER]),
+        ("llama", "bf16", [EAGER, AGAIN]),
+        ("gemma", "fp32", ["model.lora_rank=4"]),
+    ],
+    *CASES[-2:],
+]
+
+
+@pytest.mark.parametrize(("family", "dtype", "overrides"), swept(CASES, SAMPLE))
 def test_the_policys_pass(family: str, dtype: str, overrides: list[str]) -> None:
     shape, spec = shape_like(family), spec_of(f"engine.dtype={dtype}", *overrides)
     policy = PolicyModule(random_model(family, shape, spec), 1.0, share_prompts=False)
@@ -126,19 +140,23 @@ def test_the_critics_pass(overrides: list[str]) -> None:
     assert wanted == pytest.approx(measured(critic, shape.vocab), rel=0.15)
 
 
-@pytest.mark.parametrize("dtype", ["fp32", "bf16"])
+#: Responses to a prompt, size of a micro-batch, tokens of the prompt and of a response.
+GROUPS = [
+    (8, 8, 24, 5),  # a group in a row
+    (8, 32, 24, 5),  # a group in each of four rows
+    (4, 16, 8, 5),  # two groups in a row
+    (8, 8, 24, 20),  # a group in three rows, with the prompt in each
+    (8, 12, 24, 5),  # groups that micro-batches cut
+    (8, 4, 24, 5),
+    (1, 8, 24, 5),  # no siblings
+    (8, 8, 8, 60),  # no two responses fit in one row
+]
+SIBLINGS = [(dtype, *group) for dtype in ("fp32", "bf16") for group in GROUPS]
+
+
 @pytest.mark.parametrize(
-    ("n", "micro", "prompt", "response"),
-    [
-        (8, 8, 24, 5),  # a group in a row
-        (8, 32, 24, 5),  # a group in each of four rows
-        (4, 16, 8, 5),  # two groups in a row
-        (8, 8, 24, 20),  # a group in three rows, with the prompt in each
-        (8, 12, 24, 5),  # groups that micro-batches cut
-        (8, 4, 24, 5),
-        (1, 8, 24, 5),  # no siblings
-        (8, 8, 8, 60),  # no two responses fit in one row
-    ],
+    ("dtype", "n", "micro", "prompt", "response"),
+    swept(SIBLINGS, [(("fp32", "bf16")[place % 2], *group) for place, group in enumerate(GROUPS)]),
 )
 def test_siblings_share_their_prompt(dtype: str, n: int, micro: int, prompt: int, response: int) -> None:
     """Measured is the micro-batch that takes most; where groups are cut, the estimate may be above it."""

@@ -13,7 +13,7 @@ from rlctl.reward import maths
 from rlctl.reward.trial import known_responses
 
 pytestmark = pytest.mark.slow
-PROPERTY = settings(max_examples=8, deadline=None)
+PROPERTY = settings(max_examples=3, deadline=None)
 
 N = st.integers(2, 60).map(str)
 SIGNED = st.integers(-60, 60).filter(lambda n: abs(n) > 1).map(str)
@@ -159,7 +159,7 @@ def raw(truth, answer):
 
 
 @pytest.mark.parametrize("kind", sorted(set(WHOLE) - {"text", "time", "congruence"}))
-@settings(max_examples=10, deadline=None)
+@settings(max_examples=5, deadline=None)
 @given(st.data())
 def test_no_more_credit_than_math_verify_gives(kind, data):
     logging.disable()

@@ -28,7 +28,6 @@ SAMPLE = Sample(
 MINE = """
 import sys, time
 from dataclasses import dataclass
-import numpy as np
 from helper import DOUBLE
 
 @dataclass
@@ -46,8 +45,12 @@ def only(prompt, /, *, response): return DOUBLE * (prompt == "p" and response ==
 ALL = ["data_source", "extra_info", "ground_truth", "messages", "prompt", "response"]
 def anything(**row): return sorted(row) == ALL
 def ids(response, response_ids): return response_ids == [4, 2]
-def scalar(): return np.float32(0.25)
-def truth(): return np.bool_(True)
+def scalar():
+    import numpy as np
+    return np.float32(0.25)
+def truth():
+    import numpy as np
+    return np.bool_(True)
 def chatty(): print("score: 1"); return 3
 def raises(): raise RuntimeError("my own mistake")
 def surrogate(): raise ValueError("half a pair: " + chr(0xD800))

@@ -1,10 +1,8 @@
 from __future__ import annotations
 
 import json
-import os
 import signal
-import subprocess
-import sys
+import time
 from dataclasses import replace
 from pathlib import Path
 
@@ -18,6 +16,7 @@ from rlctl.errors import EnvironmentFailure, RunFailure
 from rlctl.files import cache_root
 from rlctl.run_spec.model import PROMPT_LENGTH, RECIPE, RESPONSE_LENGTH
 from rlctl.tiny.embedded import EmbeddedTask, ensure_embedded, problem, split
+from tests.processes import Job
 
 #: The real thing but for the warm start, which stops after one step.
 QUICK = replace(RECIPE, taught_accuracy=0.0, target_accuracy=0.0)
@@ -104,36 +103,22 @@ def test_damaged_entry_is_built_anew(tmp_path: Path) -> None:
     assert task.val_file.exists()
 
 
-BUILDER = """
-import sys, time
-from dataclasses import replace
-from pathlib import Path
-from rlctl.tiny.embedded import ensure_embedded
-from rlctl.run_spec.model import RECIPE
+def _built(cache: Path, hangs: bool) -> int:
+    def note(message: str) -> None:
+        print(message, flush=True)
+        if hangs and "ready" in message:  # the model is saved, the entry not yet published
+            time.sleep(600)
 
-def note(message):
-    print(message, flush=True)
-    if sys.argv[2] == "hang" and "ready" in message:  # the model is saved, the entry not yet published
-        time.sleep(600)
-
-ensure_embedded(1, Path(sys.argv[1]), note, replace(RECIPE, taught_accuracy=0.0, target_accuracy=0.0))
-"""
-
-
-def _builder(cache: Path, mode: str) -> subprocess.Popen[str]:
-    command = [sys.executable, "-c", BUILDER, str(cache), mode]
-    return subprocess.Popen(
-        command, stdout=subprocess.PIPE, text=True, env={**os.environ, "OMP_NUM_THREADS": "1"}
-    )
+    torch.set_num_threads(1)
+    ensure_embedded(1, cache, note, QUICK)
+    return 0
 
 
 def test_a_killed_builder_leaves_nothing_that_matters(tmp_path: Path) -> None:
-    builder = _builder(tmp_path, "hang")
-    assert builder.stdout is not None
-    assert any("ready" in line for line in iter(builder.stdout.readline, ""))
-    builder.send_signal(signal.SIGKILL)
-    builder.wait()
-    builder.stdout.close()
+    builder = Job(_built, tmp_path, True, log=tmp_path / "log")
+    builder.wait_for(lambda: "ready" in builder.output)
+    builder.signal(signal.SIGKILL)
+    assert builder.wait() == -signal.SIGKILL
     assert list(tmp_path.glob("embedded/*.building-*"))
     task = ensure_embedded(1, tmp_path, recipe=QUICK)
     AutoModelForCausalLM.from_pretrained(task.model_dir)
@@ -141,11 +126,9 @@ def test_a_killed_builder_leaves_nothing_that_matters(tmp_path: Path) -> None:
 
 
 def test_racing_builders_build_once(tmp_path: Path) -> None:
-    outputs = []
-    for builder in [_builder(tmp_path, "run") for _ in range(2)]:
-        outputs.append(builder.communicate(timeout=120)[0])
-        assert builder.returncode == 0
-    assert sum("ready" in output for output in outputs) == 1
+    builders = [Job(_built, tmp_path, False, log=tmp_path / f"log-{number}") for number in range(2)]
+    assert [builder.wait(120) for builder in builders] == [0, 0]
+    assert sum("ready" in builder.output for builder in builders) == 1
     entry = tmp_path / "embedded" / QUICK.key(1)
     assert set(json.loads((entry / "manifest.json").read_text())) >= {"train.parquet", "model/config.json"}
 

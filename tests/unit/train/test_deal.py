@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 from rlctl.train.deal import LARGEST, Dealt, assigned
 from tests.episodes import same
 from tests.processes import on_ranks_each
+from tests.sweeps import asked_for, swept
 from tests.unit.train import deal_jobs
 from tests.unit.train.deal_jobs import GROUPS, LAYOUTS, MEMBERS, PER_MINI, sampled_batch
 
@@ -147,15 +148,22 @@ UPDATES = [
 ]
 
 
+#: Both layouts, dealt and as it lies, mini-batches of one episode, every stage, kept sets, listed tokens.
+SAMPLE = [(2, UPDATES[place]) for place in (0, 4, 6, 8)] + [(4, UPDATES[1])]
+
+
 @pytest.fixture(scope="module")
-def updates(tmp_path_factory: pytest.TempPathFactory):
+def updates(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory):
     where = tmp_path_factory.mktemp("updates")
-    plans = {1: UPDATES, 2: UPDATES, 4: UPDATES[:2]}
-    return {n: on_ranks_each(n, deal_jobs.updated, plan, where=where) for n, plan in plans.items()}
+    asked = asked_for(request, "count", "case")
+    plans = {n: [case for case in UPDATES if (n, case) in asked] for n in (2, 4)}
+    plans[1] = [case for case in UPDATES if any(case in plan for plan in plans.values())]
+    return {n: on_ranks_each(n, deal_jobs.updated, plan, where=where) for n, plan in plans.items() if plan}
 
 
 @pytest.mark.parametrize(
-    ("count", "case"), [(2, case) for case in UPDATES] + [(4, case) for case in UPDATES[:2]]
+    ("count", "case"),
+    swept([(2, case) for case in UPDATES] + [(4, case) for case in UPDATES[:2]], SAMPLE),
 )
 def test_the_update_is_that_of_one_rank(updates, count: int, case: tuple) -> None:
     [alone], results = updates[1][case], updates[count][case]

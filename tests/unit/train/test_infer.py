@@ -170,8 +170,7 @@ def large(tmp_path_factory) -> Path:
     return Path(save_tiny_qwen2(tmp_path_factory.mktemp("large") / "tiny", context=8192))
 
 
-@pytest.mark.parametrize("more", [0, 150, 400])
-@pytest.mark.parametrize("about", [0, 300])
+@pytest.mark.parametrize(("more", "about"), [(0, 300), (150, 0), (400, 300)])
 def test_the_prompt_limit_holds_what_the_environment_adds(more, about, large, tmp_path) -> None:
     data = write(tmp_path / "d.parquet", [f"What is {n} + 1?" for n in range(20)])
     (tmp_path / "own.py").write_text(LECTURER.format(more="m" * more, about="a" * about + "."))

@@ -7,6 +7,7 @@ context, which is not sampled then.
 from __future__ import annotations
 
 from dataclasses import replace
+from functools import cache
 from itertools import pairwise
 
 import pytest
@@ -22,6 +23,8 @@ from tests.unit.train.updates import BYPASS, CLIP, DECOUPLED, REINFORCE, RS, Pla
 #: Sampled tokens of each turn, of each episode; tool output of two tokens is between turns.
 TURNS = [(3, 2, 4), (1, 5), (2, 2, 1, 3), (4,), (2, 1, 2)]
 EPISODES = len(TURNS)
+#: Of each episode the turns at which a new sequence begins.
+Cuts = tuple[tuple[int, ...], ...]
 
 
 def episode(member: int, cuts: tuple[int, ...]) -> Episode:
@@ -45,7 +48,8 @@ def episode(member: int, cuts: tuple[int, ...]) -> Episode:
     return Episode(task, member, tuple(sequences), "")
 
 
-def batch_of(cuts_of: list[tuple[int, ...]]) -> TokenBatch:
+@cache
+def batch_of(cuts_of: Cuts) -> TokenBatch:
     """All episodes, with log-probs near the model's, and advantages of each token."""
     batch = TokenBatch.of([episode(member, cuts) for member, cuts in enumerate(cuts_of)])
     batch = replace(batch, group_ids=torch.arange(EPISODES))
@@ -59,12 +63,12 @@ def batch_of(cuts_of: list[tuple[int, ...]]) -> TokenBatch:
     return changed(batch, **policies, ref_log_probs=old + 0.2 * noise[2], advantages=of_episodes)
 
 
-WHOLE: list[tuple[int, ...]] = [()] * EPISODES
+WHOLE: Cuts = ((),) * EPISODES
 #: Every turn on its own; at every second one; in a way of its own for each episode.
 CUTS = {
-    "every turn": [tuple(range(1, len(turns))) for turns in TURNS],
-    "one cut": [(1,) if len(turns) > 1 else () for turns in TURNS],
-    "mixed": [(2,), (1,), (1, 3), (), ()],
+    "every turn": tuple(tuple(range(1, len(turns))) for turns in TURNS),
+    "one cut": tuple((1,) if len(turns) > 1 else () for turns in TURNS),
+    "mixed": ((2,), (1,), (1, 3), (), ()),
 }
 KL = {"entropy_coeff": 0.1, "kl_loss_type": "sequence", "kl_loss_coef": 0.5}
 OF_TOKENS = {"dialect": "verl", "rollout_rs": "token_k1", "rollout_rs_threshold": "0.75_1.3"}
@@ -84,7 +88,12 @@ CASES = {
 }
 
 
-def updated(cuts: list[tuple[int, ...]], name: str, micro: int | None = None):
+@cache
+def whole_update(name: str):
+    return updated(WHOLE, name)
+
+
+def updated(cuts: Cuts, name: str, micro: int | None = None):
     """Outcome and gradient of one update."""
     correction, options = CASES[name]
     batch = batch_of(cuts)
@@ -100,7 +109,7 @@ def updated(cuts: list[tuple[int, ...]], name: str, micro: int | None = None):
 @pytest.mark.parametrize("how", CUTS)
 @pytest.mark.parametrize("micro", [None, 1])
 def test_sequences_do_not_change_the_update(name: str, how: str, micro: int | None) -> None:
-    (whole, wanted), (cut, found) = updated(WHOLE, name), updated(CUTS[how], name, micro)
+    (whole, wanted), (cut, found) = whole_update(name), updated(CUTS[how], name, micro)
     assert whole.metrics["rollout_corr/rollout_is_raw_std"] > 0.05
     if "rollout_rs" in CASES[name][0]:
         assert 0.0 < whole.metrics["rollout_corr/rollout_rs_masked_fraction"] < 1.0

@@ -11,13 +11,22 @@ import torch
 from rlctl.train.update_critic import update_critic
 from tests.processes import on_ranks
 from tests.rounding import assert_same_steps
+from tests.sweeps import asked_for, swept
 from tests.unit.engine.test_critic import naive_values
 from tests.unit.train import critics
 from tests.unit.train.critics import CASES, CLIP, PlainCritic, batch_of, lr_of, spec_of
 from tests.unit.train.updates import HORIZON, ROWS, Micro, alone
 
-PLANS = {1: [(name, micro) for name in CASES for micro in (16, 4, 2, 1, "30 tokens")]}
-PLANS[2] = [(name, micro) for name in CASES for micro in (8, 1, "30 tokens")]
+#: Number of ranks → what a pass holds; on one rank, the whole batch is what the others are compared with.
+PASSES: dict[int, tuple[Micro, ...]] = {1: (4, 2, 1, "30 tokens"), 2: (8, 1, "30 tokens")}
+CUTS = [(ranks, name, micro) for ranks, passes in PASSES.items() for name in CASES for micro in passes]
+#: Every case twice on one rank and once on two, and every size of a pass.
+SAMPLE = [
+    (ranks, name, passes[(2 * place + turn) % len(passes)])
+    for ranks, passes in PASSES.items()
+    for place, name in enumerate(CASES)
+    for turn in range(3 - ranks)
+]
 
 
 def slow_loss(module, batch, agg_mode: str):
@@ -94,12 +103,15 @@ def test_steps_and_metrics_are_those_of_the_formula(name: str, micro: int) -> No
 
 
 @pytest.fixture(scope="module")
-def found(tmp_path_factory: pytest.TempPathFactory):
+def found(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory):
     where = tmp_path_factory.mktemp("critics")
-    return {n: on_ranks(n, critics.invariance, plan, where=where) for n, plan in PLANS.items()}
+    plans: dict[int, list[tuple[str, Micro]]] = {1: [(name, 16) for name in CASES], 2: []}
+    for ranks, *case in sorted(asked_for(request, "world_size", "name", "micro"), key=str):
+        plans[ranks].append(tuple(case))
+    return {n: on_ranks(n, critics.invariance, plan, where=where) for n, plan in plans.items()}
 
 
-@pytest.mark.parametrize(("world_size", "name", "micro"), [(n, *case) for n in PLANS for case in PLANS[n]])
+@pytest.mark.parametrize(("world_size", "name", "micro"), swept(CUTS, SAMPLE))
 def test_same_result_however_cut(found, world_size: int, name: str, micro: Micro) -> None:
     metrics, weights = found[1][0][name, 16]
     assert float(weights["head.weight"].abs().max()) > 1e-3

@@ -8,19 +8,32 @@ import torch
 from tests.models import tiny_model
 from tests.processes import on_ranks
 from tests.rounding import assert_same_steps
+from tests.sweeps import asked_for, swept
 from tests.unit.train import updates
 
 #: A few rows a pass, or most of them: a row has 2 to 11 tokens.
 BUDGETS = ("30 tokens", "120 tokens")
 NAMES = [*updates.CASES, *updates.CENTERED]
-PLANS = {1: [(name, micro) for name in NAMES for micro in (16, 4, 1, *BUDGETS)]}
-PLANS[2] = [(name, micro) for name in NAMES for micro in (8, 2, BUDGETS[0])]
+#: Number of ranks → what a pass holds; on one rank, the whole batch is what the others are compared with.
+PASSES: dict[int, tuple[updates.Micro, ...]] = {1: (4, 1, *BUDGETS), 2: (8, 2, BUDGETS[0])}
+CUTS = [(ranks, name, micro) for ranks, passes in PASSES.items() for name in NAMES for micro in passes]
+#: Every case once on one rank and once on two, and every size of a pass with every third or fourth case.
+SAMPLE = [
+    (ranks, name, passes[place % len(passes)])
+    for ranks, passes in PASSES.items()
+    for place, name in enumerate(NAMES)
+]
 
 
 @pytest.fixture(scope="module")
-def found(tmp_path_factory: pytest.TempPathFactory):
+def found(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory):
     where = tmp_path_factory.mktemp("updates")
-    return {n: on_ranks(n, updates.invariance, plan, where=where) for n, plan in PLANS.items()}
+    plans: dict[int, list[tuple[str, updates.Micro]]] = {1: [(name, 16) for name in NAMES], 2: []}
+    for ranks, *case in asked_for(request, "world_size", "name", "micro"):
+        plans[ranks].append(tuple(case))
+    return {
+        n: on_ranks(n, updates.invariance, sorted(plan, key=str), where=where) for n, plan in plans.items()
+    }
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -35,7 +48,7 @@ def test_the_case_does_something(found, name: str) -> None:
     assert whole["metrics"]["rollout_corr/rollout_is_raw_std"] > 0.1
 
 
-@pytest.mark.parametrize(("world_size", "name", "micro"), [(n, *case) for n in PLANS for case in PLANS[n]])
+@pytest.mark.parametrize(("world_size", "name", "micro"), swept(CUTS, SAMPLE))
 def test_same_result_however_cut(found, world_size: int, name: str, micro: updates.Micro) -> None:
     whole = found[1][0][name, 16]
     for got in [result[name, micro] for result in found[world_size]]:

@@ -250,6 +250,22 @@ def by_row(batch: TokenBatch, column: torch.Tensor) -> Sequence[torch.Tensor]:
     return column.split(batch.units.episode.lengths.tolist())
 
 
+#: Class and configuration of a model → what its probe found: a linear head, packed rows, shared prompts.
+_SUPPORTED: dict[tuple[type, str], tuple[bool, bool | None, bool]] = {}
+
+
+def policy_of(model) -> PolicyModule:
+    """The model's policy; models that differ only in their weights are probed once."""
+    key = type(model), str(model.config.to_dict())
+    if key not in _SUPPORTED:
+        module = PolicyModule(model, 1.0)
+        _SUPPORTED[key] = (module.head.is_linear, module.reader.packs, module.reader.shares_prompts)
+        return module
+    module = PolicyModule(model, 1.0, probe=False, share_prompts=False)
+    module.head.is_linear, module.reader.packs, module.reader.shares_prompts = _SUPPORTED[key]
+    return module
+
+
 class PlainEngine:
     """A `TrainEngine` of plain torch and SGD, which keeps the gradient of its last step."""
 
@@ -257,7 +273,7 @@ class PlainEngine:
 
     def __init__(self, model) -> None:
         self.model = model
-        self.module = PolicyModule(model, 1.0)
+        self.module = policy_of(model)
         self.gradient: dict[str, torch.Tensor] = {}
         self.num_forwards = 0
         #: For each backward pass, whether it was marked as the last one before the step.

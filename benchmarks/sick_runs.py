@@ -213,7 +213,7 @@ class Trainer:
             if process.exitcode:
                 raise SystemExit(f"exit code {process.exitcode}: see {run_dir}/log")
             (run_dir / "done").write_text(f"{time.monotonic() - start:.1f} s")
-        scores = validations(run_dir)
+        scores = scores_at_ends(run_dir) if spec.environment.name != "single_turn" else validations(run_dir)
         return Trained(run_dir, scores[-1] if scores else None, scores[0] if scores else None)
 
 
@@ -223,14 +223,20 @@ def _train(text: str, patch: str, run_dir: Path) -> None:
 
 
 def validations(run_dir: Path) -> list[float]:
-    """Scores of a run's validations; of an agent, whose game grades itself, mean rewards of the ends."""
-    log = run_dir / "metrics.jsonl"
-    rows = [json.loads(line) for line in log.read_text().splitlines()] if log.exists() else []
-    scores = [value for row in rows for key, value in row.items() if re.fullmatch(r"val/.+/reward_mean", key)]
-    if scores:
-        return scores
-    rewards = [row["critic/score/mean"] for row in rows if "critic/score/mean" in row]
+    """Scores of a run's validations."""
+    scored = re.compile(r"val/.+/reward_mean")
+    return [value for row in _logged(run_dir) for key, value in row.items() if scored.fullmatch(key)]
+
+
+def scores_at_ends(run_dir: Path) -> list[float]:
+    """Mean reward of the first steps and of the last ones, of an agent, whose game grades itself."""
+    rewards = [row["critic/score/mean"] for row in _logged(run_dir) if "critic/score/mean" in row]
     return [statistics.fmean(rewards[:3]), statistics.fmean(rewards[-10:])] if rewards else []
+
+
+def _logged(run_dir: Path) -> list[dict[str, Any]]:
+    log = run_dir / "metrics.jsonl"
+    return [json.loads(line) for line in log.read_text().splitlines()] if log.exists() else []
 
 
 def spec_of(preset: str, overrides: Sequence[str], seed: int, grader: str, graders: Path) -> RunSpec:

@@ -54,7 +54,7 @@ _SHORT = (
     *("data.train_batch_size=16", "actor.ppo_mini_batch_size=8", "actor.lr_warmup_steps=10"),
 )
 _ALL = (
-    *("trainer.test_freq=20", "trainer.save_freq=20", "trainer.max_ckpt_to_keep=null"),
+    *("trainer.test_freq=10", "trainer.save_freq=20", "trainer.max_ckpt_to_keep=null"),
     *("trainer.rollouts_per_step=32", "reward.max_error_fraction=1", "rollout.val_kwargs.temperature=1"),
 )
 #: Name → preset and settings of the healthy run.
@@ -117,7 +117,7 @@ DEVELOPED = (
          is_setting=True),
     Sick("stale samples, no correction", _rules("staleness"),
          _in("bypass decoupled", "rollout.staleness=16", f"{RC}rollout_is=null",
-             f"{RC}rollout_is_batch_normalize=false", "actor.lr=2e-3"), is_setting=True),
+             f"{RC}rollout_is_batch_normalize=false"), is_setting=True),
     Sick("KL penalty too large", _rules("strong-penalty"),
          _in("bypass grpo", "actor.use_kl_loss=true", "actor.kl_loss_coef=10"), is_setting=True),
     Sick("a reward is hacked", _rules("reward-hacking reward-terms length-growth"),

@@ -6,6 +6,7 @@ from dataclasses import replace
 from functools import partial
 
 import numpy as np
+from numpy.typing import NDArray
 
 from rlctl.diagnose import fixes as fix
 from rlctl.diagnose import thresholds as th
@@ -21,7 +22,8 @@ from rlctl.diagnose.signals import (
 from rlctl.diagnose.table import DumpEvidence, RunLog, Series
 from rlctl.diagnose.thresholds import Levels
 
-_ENTROPY, _FAILED = "actor/entropy", "reward/error_fraction"
+_ENTROPY, _LOG_PPL, _PPO_KL = "actor/entropy", "actor/log_ppl", "actor/ppo_kl"
+_FAILED = "reward/error_fraction"
 _TRAINING_PPL, _ROLLOUT_PPL = "rollout_corr/training_log_ppl", "rollout_corr/rollout_log_ppl"
 
 _LENGTHS = ("response_length/min", "response_length/mean", "response_length/max")
@@ -222,10 +224,10 @@ def _not_judged(run: RunLog) -> Skipped | None:
 @Rule(
     "sampled-otherwise",
     needs=(_TRAINING_PPL, _ROLLOUT_PPL, _ENTROPY),
-    uses=(_FAILED, *_LENGTHS),
-    signal="mean −log π of the samples (`rollout_corr/training_log_ppl`) over `actor/entropy`, if they "
-    f"differ by {SAMPLED_NATS:g} nats and both sides agree on the log-probs; what the lengths of responses "
-    "may explain is subtracted",
+    uses=(_LOG_PPL, _PPO_KL, _FAILED, *_LENGTHS),
+    signal=f"mean −log π of the samples over `actor/entropy`, if they differ by {SAMPLED_NATS:g} nats and "
+    "both sides agree on the log-probs: `actor/log_ppl`, or else `rollout_corr/training_log_ppl`, less "
+    "what the lengths of responses may explain",
     fixes=(
         fix.by_hand("give the engine the trainer's temperature, and no generation config"),
         fix.FIND_THE_CAUSE,
@@ -237,29 +239,23 @@ def sampled_otherwise(run: RunLog) -> Detection | Skipped | None:
     The mean of −log π over draws from π is its entropy. The ratio ρ does not show a temperature that the
     engine applies and does not report: both log-probs are right, but the samples come from another
     distribution.
-
-    The entropy is a mean over tokens, −log π one over responses. With lengths from l to h and their mean m,
-    the mean over tokens is at least l/m and at most h/m times the mean over responses, because −log π is
-    never negative. Of this interval, the value that is nearest to the entropy is compared.
     """
     missing = tuple(key for key in _LENGTHS if not len(run.table.series(key)))
-    if missing:
+    if len(run.table.series(_LOG_PPL)):
+        steps, (sampled, entropy, moved, ours, theirs) = run.table.aligned(
+            _LOG_PPL, _ENTROPY, _PPO_KL, _TRAINING_PPL, _ROLLOUT_PPL
+        )
+        gap = np.maximum(np.abs(ours - theirs), np.abs(moved))
+    elif missing:
         return Skipped("a mean over responses and one over tokens", missing)
-    steps, (ours, theirs, entropy, *lengths) = run.table.aligned(
-        _TRAINING_PPL, _ROLLOUT_PPL, _ENTROPY, *_LENGTHS
-    )
-    shortest, mean, longest = (np.maximum(each, 1.0) for each in lengths)
-    least = np.minimum(shortest / mean, 1.0)
-    most = np.maximum(longest / mean, 1.0)
-    scale = np.clip(entropy / np.maximum(ours, SURE_NATS), least, most)
-    ours = scale * ours
-    theirs = scale * theirs
-    nats = ours - entropy
-    # Where the log-probs differ too, other rules apply; only one of the means includes failed samples.
-    counts = (np.abs(nats) > SAMPLED_NATS) & (np.abs(ours - theirs) < SAMPLED_GAP * np.abs(nats))
-    if (run.table.series(_FAILED).values > 0).any():
+    elif (run.table.series(_FAILED).values > 0).any():
         return Skipped("some samples failed: the two means are not of the same samples")
-    positive = np.maximum(np.stack([ours, entropy]), SAMPLED_NATS)
+    else:
+        steps, entropy, sampled, gap = _nearest_means(run)
+    nats = sampled - entropy
+    # Where the log-probs differ too, or the updates on a batch move them, other rules apply.
+    counts = (np.abs(nats) > SAMPLED_NATS) & (gap < SAMPLED_GAP * np.abs(nats))
+    positive = np.maximum(np.stack([sampled, entropy]), SAMPLED_NATS)
     off = np.where(counts, np.abs(np.log(positive[0] / positive[1])), 0.0)
     crossed = crossing(Series(steps, off), SAMPLED)
     if crossed is None:
@@ -269,6 +265,25 @@ def sampled_otherwise(run: RunLog) -> Detection | Skipped | None:
     seen = replace(crossed.evidence, figure=f"the samples' −log π is {apart:+.2g} nats from it")
     mild = crossing(Series(steps, off), replace(SAMPLED, tiers=SAMPLED.tiers[:1])) or crossed
     return Detection(crossed.severity, message, (seen,), since=mild.since)
+
+
+def _nearest_means(
+    run: RunLog,
+) -> tuple[NDArray[np.int64], NDArray[np.float64], NDArray[np.float64], NDArray[np.float64]]:
+    """Steps, entropy, the mean −log π over tokens that is nearest to it, and how far the engine's is from it.
+
+    The entropy is a mean over tokens, the logged −log π one over responses. With lengths from l to h and
+    their mean m, the mean over tokens is at least l/m and at most h/m times the mean over responses, because
+    −log π is never negative.
+    """
+    steps, (ours, theirs, entropy, *lengths) = run.table.aligned(
+        _TRAINING_PPL, _ROLLOUT_PPL, _ENTROPY, *_LENGTHS
+    )
+    shortest, mean, longest = (np.maximum(each, 1.0) for each in lengths)
+    least = np.minimum(shortest / mean, 1.0)
+    most = np.maximum(longest / mean, 1.0)
+    scale = np.clip(entropy / np.maximum(ours, SURE_NATS), least, most)
+    return steps, entropy, scale * ours, np.abs(scale * (ours - theirs))
 
 
 @Rule(

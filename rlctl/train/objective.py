@@ -21,7 +21,7 @@ from rlctl.train.terms import KeptTokens, Term, total
 #: gradient. `nonfinite`: responses with NaN or infinite log-probs that the correction did not detect.
 #: `clipped` and `clipped_lower`: numbers of tokens of the loss. Over all tokens: `tokens`, their number;
 #: `entropy` and `ppo_kl`, nats.
-SUMS = ("loss", "pg_loss", "nonfinite", "clipped", "clipped_lower", "tokens", "entropy", "ppo_kl")
+SUMS = ("loss", "pg_loss", "nonfinite", "clipped", "clipped_lower", "tokens", "entropy", "log_ppl", "ppo_kl")
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,6 +85,7 @@ def actor_loss(
         "nonfinite": nonfinite.sum(),
         "tokens": unit.lengths.sum(),
         "entropy": total(output.entropy),
+        "log_ppl": total(-output.log_probs),
         "ppo_kl": total(micro.column("old_log_probs") - output.log_probs),
     }
     for name, flags in (("clipped", policy.clipped), ("clipped_lower", policy.clipped_lower)):

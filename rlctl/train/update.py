@@ -419,6 +419,7 @@ def _metrics(results: list[_MiniResult], settings: UpdateSettings) -> dict[str, 
         "actor/pg_clipfrac_lower": ratio(losses["clipped_lower"], tokens),
         "actor/ppo_kl": ratio(losses["ppo_kl"], tokens),
         "actor/entropy": ratio(losses["entropy"], tokens),
+        "actor/log_ppl": ratio(losses["log_ppl"], tokens),
         "actor/grad_norm": sum(result.grad_norm for result in results) / count,
         "actor/lr": results[-1].lr,
     }

@@ -112,6 +112,34 @@ def test_with_even_lengths_another_temperature_is_seen(times):
     assert examine(run_log(rows, facts=Facts())).findings[0].rule == SAMPLED
 
 
+def own_rows(log_ppl: float, moved: float = 0.0) -> list[dict[str, float]]:
+    """Rows that log both means over the same tokens, with lengths that could explain any difference."""
+    rows = engine_rows(lambda draw: draw.choice([1, 200]), lambda length: 1.0)
+    return [
+        row
+        | {
+            "actor/entropy": 0.5,
+            "actor/log_ppl": log_ppl,
+            "actor/ppo_kl": moved,
+            "reward/error_fraction": 0.1,
+        }
+        for row in rows
+    ]
+
+
+@pytest.mark.parametrize("log_ppl", [0.2, 1.1])
+def test_with_both_means_of_the_same_tokens_no_length_explains_their_difference(log_ppl):
+    assert found(examine(run_log(own_rows(log_ppl), facts=Facts())))[SAMPLED].severity == "critical"
+
+
+def test_draws_from_the_policy_have_the_mean_of_its_entropy():
+    assert SAMPLED not in found(examine(run_log(own_rows(0.52), facts=Facts())))
+
+
+def test_what_the_updates_on_a_batch_move_is_not_the_samplers():
+    assert SAMPLED not in found(examine(run_log(own_rows(1.1, moved=0.3), facts=Facts())))
+
+
 def test_without_lengths_means_of_responses_and_of_tokens_are_not_compared():
     rows = engine_rows(lambda draw: 100, lambda length: 1.0)
     for row in rows:

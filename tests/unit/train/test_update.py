@@ -101,6 +101,7 @@ def test_figures_of_the_policy_are_means_over_all_response_tokens(micro: int) ->
     assert outcome.metrics["actor/ppo_kl"] == pytest.approx((old - own).mean().item(), rel=1e-4)
     assert outcome.metrics["actor/ppo_kl"] > 0.0
     assert outcome.metrics["actor/entropy"] == pytest.approx(entropy.mean().item(), rel=1e-4)
+    assert outcome.metrics["actor/log_ppl"] == pytest.approx(-own.mean().item(), rel=1e-4)
     clipped = outcome.seen.keep & (shift > 0)
     assert outcome.metrics["actor/pg_clipfrac"] == pytest.approx(clipped.double().mean().item(), rel=1e-5)
     norm = math.sqrt(sum(float(g.square().sum()) for g in engine.gradient.values()))

@@ -233,7 +233,7 @@ class StepWork:
     def _refreshed(self) -> float:
         """Bytes of updated weights that DeepSpeed gathers over all ranks, once after each optimizer step.
 
-        Afterwards it has a copy in each group, and frozen weights stay there (`invalidate_secondary_tensor`).
+        Afterwards each group has a copy. Frozen weights stay in it; a step outdates only the trained ones.
         """
         if not self._group or self._sums_in_group:
             return 0.0

@@ -5,8 +5,9 @@
 One process trains a Llama of 576 hidden units with random weights in float32, with the real engine, and saves
 it in both ways, in random order within each round. Means over rounds have a 95 % interval (Student's t).
 “Stopped” is the time until the next step can begin; “complete” the time until the checkpoint is published, in
-the background with steps taken meanwhile. A step during the writing takes longer than one of the same round
-when nothing is written, because the thread needs processor time, too.
+the background to the end of the step in which it is. Steps during the writing take longer than those of the
+same round when nothing is written, because the thread needs processor time, too: “lost” is the time until
+“complete” without what these steps would have taken.
 """
 
 from __future__ import annotations
@@ -76,11 +77,15 @@ def save_waiting(run: Any, step: int) -> dict[str, float]:
     began = time.perf_counter()
     save_checkpoint(run, step)
     seconds = time.perf_counter() - began
-    return {"stopped": seconds, "complete": seconds}
+    return {"stopped": seconds, "complete": seconds, "lost": seconds}
 
 
-def save_in_background(run: Any, step: int, writer: BackgroundWriter) -> dict[str, float]:
-    """Seconds of a save in the background, and of a step meanwhile; takes steps until it is complete."""
+def save_in_background(run: Any, step: int, writer: BackgroundWriter, alone: float) -> dict[str, float]:
+    """Seconds of a save in the background, and of a step meanwhile; takes steps until it is complete.
+
+    Args:
+        alone: seconds of a step when nothing is written.
+    """
     began = time.perf_counter()
     held = save_checkpoint(run, step, holds=True)
     assert held
@@ -91,7 +96,8 @@ def save_in_background(run: Any, step: int, writer: BackgroundWriter) -> dict[st
         steps.append(take_step(run.actor))
     complete = time.perf_counter() - began
     writer.finish(run.ranks)
-    return {"stopped": stopped, "complete": complete, "step": statistics.fmean(steps)}
+    lost = complete - len(steps) * alone
+    return {"stopped": stopped, "complete": complete, "lost": lost, "step": statistics.fmean(steps)}
 
 
 def main() -> None:
@@ -115,15 +121,16 @@ def main() -> None:
             for way in ways:
                 number += 1
                 values = (
-                    save_waiting(run, number) if way == "waiting" else save_in_background(run, number, writer)
+                    save_waiting(run, number)
+                    if way == "waiting"
+                    else save_in_background(run, number, writer, step)
                 )
                 for name, value in values.items():
                     found.setdefault(f"{way}, {name}", []).append(value)
             found.setdefault("a step when nothing is written", []).append(step)
-    waiting, background = found["waiting, stopped"], found["background, stopped"]
-    found["stopped in the background, as a share of waiting"] = [
-        one / other for one, other in zip(background, waiting, strict=True)
-    ]
+    for kind in ("stopped", "lost"):
+        pairs = zip(found[f"background, {kind}"], found[f"waiting, {kind}"], strict=True)
+        found[f"{kind} in the background, as a share of waiting"] = [one / other for one, other in pairs]
     print(f"{given.engine}, checkpoint of {num_bytes / 2**30:.2f} GiB, {given.rounds} rounds")
     for name, values in found.items():
         print("{}: {:.2f} [{:.2f}, {:.2f}]".format(name, *mean_interval(values)))

@@ -185,7 +185,7 @@ def _is_phrase(joint: str, tokens: list[str]) -> bool:
         return False
     if joint in _OF_A_PART and phrase & ORDINALS and phrase & PARTS - ORDINALS:
         return False
-    if joint == "of" and phrase in ({"that"}, {"this"}):  # a part of another value
+    if joint in {"of", "than"} and phrase in ({"that"}, {"this"}):  # another value, changed
         return False
     if joint == "than" and not phrase:
         return True

@@ -84,6 +84,8 @@ def _message(role: Any, turn: Mapping[str, Any]) -> Message:
     content = turn.get("content")
     if not isinstance(role, str) or not role:
         raise RowError("a message of the prompt has no role")
+    if len(turn) > len(("role", "content")) and (name := _media_field(turn)) is not None:
+        raise RowError(f"the field {name!r} of a message has pictures, videos or sound: only text is read")
     if isinstance(content, list):
         content = "\n".join(map(_part, content))
     fields = _fields_of(role, turn)
@@ -176,9 +178,9 @@ def _without_nulls(value: Any) -> Any:
 def _part(content: Any) -> str:
     """The text of one part of a message's content."""
     text = content.get("text") if isinstance(content, Mapping) else content
-    if isinstance(text, str):
-        return text
     kind = content.get("type") if isinstance(content, Mapping) else kind_of(content)
+    if isinstance(text, str) and (not isinstance(content, Mapping) or kind is None or "text" in str(kind)):
+        return text
     raise RowError(f"a part of a message's content is {kind}, not text")
 
 
@@ -304,6 +306,17 @@ def check_media(values: Values) -> None:
         RowError: it has such a column: by its name, in the form that `datasets` stores files in, as bytes or
             as `data:` URLs.
     """
+    name = _media_field(values)
+    extra = values.get("extra_info")
+    if name is None and isinstance(extra, Mapping) and (own := _media_field(extra)) is not None:
+        name = f"extra_info.{own}"
+    if name is not None:
+        fix = "remove these rows, or the column if the questions can do without"
+        raise RowError(f"column {name!r} has pictures, videos or sound, and only text is read: {fix}")
+
+
+def _media_field(values: Values) -> str | None:
+    """The first field with pictures, videos or sound, see `check_media`."""
     named = _media_names(tuple(values))
     for name, value in values.items():
         first = value[0] if isinstance(value, list) and value else value
@@ -312,10 +325,9 @@ def check_media(values: Values) -> None:
             or (isinstance(first, bytes) and first.startswith(_MAGIC))
             or (isinstance(first, str) and first.startswith(_DATA_URLS))
         )
-        is_named = name in named and bool(value) and not isinstance(value, bool | int | float)
-        if is_named or is_file:
-            fix = "remove these rows, or the column if the questions can do without"
-            raise RowError(f"column {name!r} has pictures, videos or sound, and only text is read: {fix}")
+        if is_file or (name in named and bool(value) and not isinstance(value, bool | int | float)):
+            return name
+    return None
 
 
 @lru_cache(maxsize=4096)

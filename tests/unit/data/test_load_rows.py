@@ -174,6 +174,9 @@ def test_a_bad_row_is_named(tmp_path, bad, reason):
         {"audio": {"path": "a.wav"}},
         {"scan": {"bytes": b"x", "path": None}},
         {"scans": [{"bytes": b"x", "path": "a.png"}]},
+        {"extra_info": {"index": 1, "images": [{"bytes": b"x", "path": None}]}},
+        {"extra_info": {"index": 1, "scan": b"\x89PNG\r\n"}},
+        {"prompt": [{"role": "user", "content": "<image>What?", "images": ["a.png"]}]},
     ],
 )
 def test_rows_with_pictures_or_sound_are_refused(tmp_path, column):
@@ -181,6 +184,16 @@ def test_rows_with_pictures_or_sound_are_refused(tmp_path, column):
     with pytest.raises(UsageError, match="has pictures, videos or sound") as caught:
         load_rows([path])
     assert (caught.value.where, caught.value.exit_code) == (f"{path}:1", 2)
+
+
+@pytest.mark.parametrize("kind", ["image", "image_url", "audio"])
+def test_a_part_that_is_no_text_is_refused_with_an_empty_text_too(tmp_path, kind):
+    parts = [{"type": kind, "text": ""}, {"type": "text", "text": "What is shown?"}]
+    with pytest.raises(UsageError, match=f"is {kind}, not text"):
+        load_rows([write(tmp_path / "a.parquet", [ROW | {"prompt": [{"role": "user", "content": parts}]}])])
+    parts = [{"type": "text", "text": "What is"}, {"type": "input_text", "text": "shown?"}]
+    path = write(tmp_path / "b.parquet", [ROW | {"prompt": [{"role": "user", "content": parts}]}])
+    assert load_rows([path])[0].prompt[0].content == "What is\nshown?"
 
 
 def test_nan_is_no_ground_truth(tmp_path):

@@ -43,10 +43,13 @@ _TAGGED = re.compile(r"\[(?:BEGIN|PYTHON)\]")
 _ANSWER_TAG = re.compile(r"</?answer>", re.IGNORECASE)
 _TAG_END = re.compile(r"\[(?:DONE|END|/BEGIN|/PYTHON)\]")
 #: HTML elements around a program; the first tag begins or ends its line, so that it is no text of a program.
-_ELEMENT = re.compile(
-    r"(?:^[ \t]*|(?=<[^\n]{0,200}>[ \t]*\n))(?:<pre\b[^<>\n]*>[ \t]*)?<(?P<tag>code|python|pre)\b[^<>\n]*>"
-    r"(?P<code>(?:(?!<(?P=tag)\b).)*?)</(?P=tag)>",
-    re.IGNORECASE | re.MULTILINE | re.DOTALL,
+_ELEMENT, _WRAPPER = (
+    re.compile(
+        rf"(?:^[ \t]*|(?=<[^\n]{{0,200}}>[ \t]*\n))(?:<pre\b[^<>\n]*>[ \t]*)?<(?P<tag>{tags})\b[^<>\n]*>"
+        r"(?P<code>(?:(?!<(?P=tag)\b).)*?)</(?P=tag)>",
+        re.IGNORECASE | re.MULTILINE | re.DOTALL,
+    )
+    for tags in ("code|python|pre", "answer|solution|program")
 )
 #: Lines of a quotation in Markdown, apart from sessions (`>>>`), and the mark of each.
 _QUOTATION = re.compile(r"(?:^[ ]{0,3}>(?!>>).*\n?)+", re.MULTILINE)
@@ -144,12 +147,15 @@ def program_of(response: str, tests: Tests | None = None) -> str:
     blocks = [(language, textwrap.dedent(code)) for language, code in _blocks(text)]
     python = [code for language, code in blocks if _PYTHON.fullmatch(language)]
     unmarked = [code for language, code in blocks if not language]
-    elements = [] if python or "</" not in text else [one["code"] for one in _ELEMENT.finditer(text)]
-    elements = [code for code in elements if "\n" in code.strip()] or list(filter(_USED.search, elements))
-    programs = (
-        python or list(map(textwrap.dedent, elements)) or list(filter(_USED.search, unmarked)) or unmarked
-    )
+    programs = python or _elements(_ELEMENT, text) or list(filter(_USED.search, unmarked)) or unmarked
+    programs = programs or _elements(_WRAPPER, text)
     return _last_program(programs or [_ANSWER_TAG.sub("", text)], tests)
+
+
+def _elements(element: re.Pattern[str], text: str) -> list[str]:
+    """The contents of elements: of those with several lines, else of those that call or import something."""
+    found = [textwrap.dedent(one["code"]) for one in element.finditer(text)] if "</" in text else []
+    return [code for code in found if "\n" in code.strip()] or list(filter(_USED.search, found))
 
 
 def _without_marks(quotation: re.Match[str]) -> str:

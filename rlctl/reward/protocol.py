@@ -8,6 +8,7 @@ from __future__ import annotations
 import json
 import math
 import re
+import struct
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -153,14 +154,29 @@ def same_and_changed(response: str) -> KnownResponses:
 
 #: Digits of the largest part of a score, and decimals, to which scores are told apart.
 _DIGITS, _DECIMALS = 12, 14
+#: Significant digits of which float32 keeps all, and float32 itself.
+_SINGLE_DIGITS, _LARGEST_SINGLE, _SINGLE = 7, 1e38, struct.Struct("f")
+
+
+def _decimal(value: float) -> float:
+    """The decimal of up to 7 digits of which a value is the rounding to float32; else the value."""
+    if (
+        value.is_integer()
+        or not 1e-30 < abs(value) < _LARGEST_SINGLE
+        or len(repr(value)) <= _SINGLE_DIGITS + 2
+    ):
+        return value
+    decimal = float(f"{value:.{_SINGLE_DIGITS}g}")
+    return decimal if _SINGLE.unpack(_SINGLE.pack(decimal))[0] == value else value
 
 
 def exact_sum(parts: Iterable[float]) -> float:
     """Sum that is equal for equal scores, whatever their parts: 0.1 + 0.2 is 0.3, and 70.7 − 30.3 is 40.4.
 
     It is rounded to 12 digits of the largest part, and to 14 decimals; infinite parts are added as they are.
+    A decimal in float32 counts as that decimal: 0.10000000149011612 is 0.1.
     """
-    values = [float(part) for part in parts]
+    values = [_decimal(float(part)) for part in parts]
     largest = max((abs(value) for value in values), default=0.0)
     if not largest or not math.isfinite(sum(values)):
         return sum(values, 0.0)

@@ -103,6 +103,17 @@ def test_equal_sums_of_turn_rewards(estimator: str, total: float, scale: float) 
 
 
 @pytest.mark.parametrize("estimator", OF_GROUPS)
+def test_equal_sums_of_rewards_in_float32(estimator: str) -> None:
+    """As environments give them that compute with NumPy or torch: 0.1 is 0.10000000149."""
+    for parts in ([[0.1, 0.2, 0.3], [0.6], [0.45, 0.15]], [[70.7, -30.3], [40.4], [-0.6, 41.0]]):
+        group = [
+            episode(member, torch.tensor(turns, dtype=torch.float32).tolist())
+            for member, turns in enumerate(parts)
+        ]
+        assert advantages(graded(group), estimator).tolist() == [0.0] * 3
+
+
+@pytest.mark.parametrize("estimator", OF_GROUPS)
 def test_equal_sums_of_the_environment_itself(estimator: str) -> None:
     """Summed by its own code in floating point."""
     rewards = [0.1 + 0.2 - 0.3, 0.7 + 0.1 - 0.8, 0.0, 1e-17]

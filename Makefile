@@ -11,7 +11,7 @@ TORCH_CPU := torch==2.13.0+cpu
 # Every process that a test starts would compile rlctl again.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: help train train-llm test test-all test-fast test-llm test-lowest check types lint imports site site-version docs setup setup-dev verl conformance contracts system bench mutants chaos gpu gpu-offline image clean
+.PHONY: help train train-llm test test-all test-fast test-llm test-lowest check types lint imports site site-version docs setup setup-dev verl conformance contracts system bench mutants chaos gpu gpu-offline gpu-kernels image clean
 
 help:  ## Show this list
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | awk -F ':.*## ' '{printf "  make %-12s %s\n", $$1, $$2}'
@@ -173,6 +173,10 @@ gpu: setup-dev  ## On a machine with a CUDA GPU: its tests, and the time of each
 # No environment, no pip, no network: PYTHON is an interpreter that has torch with CUDA and the packages that the script names.
 gpu-offline:  ## The same on a machine as it is: each case a process, JSON after each (OPTIONS="--budget 540 --json FILE")
 	PYTHONPATH=.$${PYTHONPATH:+:$$PYTHONPATH} $(PYTHON) benchmarks/gpu_offline.py $(OPTIONS)
+
+gpu-kernels: setup-dev  ## Without a GPU: the Triton kernels that GPUs run, interpreted and compared, then compiled
+	$(BIN)/python benchmarks/gpu_kernels.py
+	$(BIN)/python benchmarks/gpu_kernels.py --compile 80 90 100 120
 
 image:  ## Build the images rlctl:cpu and rlctl:cuda (needs Docker)
 	@command -v docker >/dev/null || { echo "Docker is not installed"; exit 1; }

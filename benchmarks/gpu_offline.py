@@ -1,6 +1,6 @@
 """Runs all that can be measured on a machine with a CUDA GPU as it is: nothing is installed or fetched.
 
-    python benchmarks/gpu_offline.py [--json FILE] [--budget SECONDS] [--only WORD ...] [--rehearse]
+    python benchmarks/gpu_offline.py [--json FILE] [--budget SECONDS] [--only WORD ...] [--rehearse] [--list]
 
 Needs a torch with CUDA and the packages of `NEEDED`; cases whose further packages are missing are skipped.
 Every case is a separate process with a time limit: a case that runs out of memory, hangs or fails does not
@@ -8,7 +8,8 @@ end the others, and one that does not fit by the dry run's estimate is skipped. 
 After each case one JSON line is appended to FILE: name, state (passed, failed, out of memory, timed out,
 skipped), seconds, figures, end of the output, and the card. Cases of FILE that ended are not repeated: the
 next call continues, so that several short sessions suffice.
-`--rehearse` runs the same mechanism on the CPU with tiny models.
+`--rehearse` runs the same mechanism on the CPU with tiny models. `--list` runs nothing: it prints the cases
+of `--gpus` cards in their order, the seconds to expect, which are estimates, and the limit of each.
 
 Exit codes: 0 every case passed or was skipped, 1 some did not, 4 the machine lacks what all cases need.
 """
@@ -66,11 +67,16 @@ WAYS_TO_SHARE: tuple[tuple[str, tuple[str, ...], tuple[str, ...]], ...] = (
 
 @dataclass
 class Case:
-    """One process. `needs` are modules beyond `NEEDED`; `limit` in seconds."""
+    """One process. `needs` are modules beyond `NEEDED`; `limit` in seconds.
+
+    `expected`: seconds on one H100, a rough estimate: imports and start as on two CPU cores, loading and
+    steps by the size of the model. No case was timed on a GPU.
+    """
 
     name: str
     command: list[str]
     limit: float = 300.0
+    expected: float = 60.0
     needs: tuple[str, ...] = ()
     figures: bool = False  # the last line of the output is JSON
     good: tuple[int, ...] = (0,)  # exit codes
@@ -78,6 +84,9 @@ class Case:
 
 def main() -> int:
     options = _arguments()
+    if options.list:
+        print_expected(_cases(options.rehearse, options.gpus))
+        return 0
     missing = sorted(name for module, name in NEEDED.items() if importlib.util.find_spec(module) is None)
     if missing:
         print(f"missing: {', '.join(missing)}\ncarry them, for example as wheels into a directory DIR:")
@@ -93,6 +102,15 @@ def main() -> int:
         return 4
     cases = _cases(options.rehearse, int(card.split()[-2]) if "visible" in card else 0)
     return run(cases, card, options.json, options.budget, options.only)
+
+
+def print_expected(cases: list[Case]) -> None:
+    """Prints each case with the seconds to expect, how long it takes with all before it, and its limit."""
+    total = 0.0
+    print("seconds to expect on one H100 (estimates: no case was timed), with all before it, limit; case")
+    for case in cases:
+        total += case.expected
+        print(f"{case.expected:7.0f} {total:7.0f} {case.limit:7.0f}  {case.name}")
 
 
 def run(cases: list[Case], card: str, results: Path, budget: float, only: list[str]) -> int:
@@ -167,24 +185,35 @@ def _cases(rehearse: bool, num_gpus: int = 1) -> list[Case]:
         command = [*python, "benchmarks/card.py", "--case", size, engine, "--steps", "1" if rehearse else "5"]
         command += ["--set", *more] if more else []
         needs = ("vllm",) if engine == "vllm" else ()
-        return Case(f"card {size} {engine} {name}".strip(), command, limit, needs, figures=True)
+        # Loading, six steps, and vLLM's graphs of CUDA where it samples.
+        expected = {"tiny": 30, "0.5b": 60, "1.5b": 100, "7b": 240}[size] + 60 * (engine == "vllm")
+        name = f"card {size} {engine} {name}".strip()
+        return Case(name, command, limit, expected, needs, figures=True)
 
     def ranks(count: int, name: str, *how: str, needs: tuple[str, ...] = ()) -> Case:
         words = [f"trainer.n_gpus_per_node={count}", "engine.dtype=bf16", *how]
         words += ["trainer.total_training_steps=3", "trainer.test_freq=-1", "trainer.logger=[console]"]
         train = [*python, "-m", "rlctl", "train", "--preset", "rloo-seq-is", *words]
-        return Case(f"{count} ranks, {name}", train, 300, needs)
+        return Case(f"{count} ranks, {name}", train, 300, 80, needs)
 
     def attention(*options: str) -> Case:
         command = [*python, "benchmarks/attention.py", *options]
-        return Case("attention: dense and varlen", command, 240, figures=True)
+        return Case("attention: dense and varlen", command, 240, 60, figures=True)
 
     presets = sorted(path.stem for path in (ROOT / "presets/hardware").glob("*.yaml"))
     planned = [_planned(python, preset) for preset in presets]
     offload = ("engine.zero_stage=3", "engine.offload=optimizer")
 
+    kernels = Case(
+        "Triton kernels: vLLM's and Liger's",
+        [*python, "benchmarks/gpu_kernels.py"],
+        300,
+        120,  # most of it compiles
+        needs=("triton", "vllm", "liger_kernel"),
+        figures=True,
+    )
     doctor = Case(
-        "doctor", [*python, "-m", "rlctl", "doctor", *(["--quick"] if rehearse else [])], 240, good=(0, 4)
+        "doctor", [*python, "-m", "rlctl", "doctor", *(["--quick"] if rehearse else [])], 240, 45, good=(0, 4)
     )
     if rehearse:
         tiny = ("--tokens", "64", "--sequence", "16")
@@ -192,12 +221,13 @@ def _cases(rehearse: bool, num_gpus: int = 1) -> list[Case]:
     return [
         doctor,
         *_tests(python),
+        kernels,
         card("0.5b", "hf", 300),
         card("1.5b", "hf", 420),
         attention(),
         card("1.5b", "hf", 420, "varlen", "model.attn_implementation=varlen"),
         card("1.5b", "hf", 420, "offload", *offload),
-        Case("kill and resume", [*python, "-m", "benchmarks.chaos", "--kills", "2"], 420),
+        Case("kill and resume", [*python, "-m", "benchmarks.chaos", "--kills", "2"], 420, 180),
         *(
             ranks(count, name, *how, needs=needs)
             for count in sorted({2, num_gpus})
@@ -217,7 +247,7 @@ def _planned(python: list[str], preset: str) -> Case:
     """The dry run of a hardware preset on this machine; exit code 2: it does not fit, with the reason."""
     words = ["--preset", "qwen2.5-7b", "--preset", "rloo-seq-is", "--preset", preset]
     command = [*python, "-m", "rlctl", "train", *words, "data.train_files=absent.parquet", "--dry-run"]
-    return Case(f"dry run {preset}", command, 60, good=(0, 2))
+    return Case(f"dry run {preset}", command, 60, 8, good=(0, 2))
 
 
 def _tests(python: list[str]) -> list[Case]:
@@ -241,7 +271,8 @@ def _tests(python: list[str]) -> list[Case]:
     if not names:
         return [Case("collect tests/gpu", command, 120)]  # shows the error
     run = [*python, "-m", "pytest", "-q", "-rs", "-p", "no:cacheprovider"]
-    return [Case(name, [*run, name], 300) for name in names]
+    # vLLM also compiles, and captures graphs of CUDA.
+    return [Case(name, [*run, name], 300, 90 if "vllm" in name else 30) for name in names]
 
 
 def _card() -> str | None:
@@ -273,6 +304,8 @@ def _arguments() -> argparse.Namespace:
     parser.add_argument("--budget", type=float, default=1800.0, help="seconds of this call")
     parser.add_argument("--only", nargs="*", default=[], help="words that the name of a case must contain")
     parser.add_argument("--rehearse", action="store_true", help="tiny cases on the CPU")
+    parser.add_argument("--list", action="store_true", help="the cases and the seconds to expect; runs none")
+    parser.add_argument("--gpus", type=int, default=1, help="cards that --list assumes")
     return parser.parse_args()
 
 

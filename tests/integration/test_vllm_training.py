@@ -18,6 +18,7 @@ from tests import hooks, runs
 from tests.forked_python import run_in
 from tests.listeners import accepting, assert_on_loopback
 from tests.processes import TIMEOUT_S, Job
+from tests.triton_on_cpu import run_on_v2
 
 pytestmark = [
     pytest.mark.usefixtures("embedded"),
@@ -89,6 +90,23 @@ def test_in_the_trainers_processes_under_zero_3(in_process: Path, trained: str) 
         before, *lines = runs.metrics(in_process / trained)
         assert sum(line["filter_groups/rounds"] for line in lines) > len(lines)
         assert all(any(key.startswith("val/") for key in line) for line in (before, lines[1]))
+
+
+def train_on_v2(directory: str) -> int:
+    from rlctl.cli.app import run
+
+    where, trained = f"trainer.run_dir={directory}", TRAINED[Path(directory).name]
+    return run(["train", where, *runs.SMALL, *VLLM, *trained, "trainer.total_training_steps=3"])
+
+
+@pytest.mark.thorough
+@pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="Triton is not installed")
+@pytest.mark.parametrize("trained", ["all-weights", "adapter"])
+def test_with_the_model_runner_of_gpus(tmp_path: Path, trained: str) -> None:
+    """Model Runner V2, whose kernels Triton interprets: weights and adapters are loaded by other code."""
+    run_on_v2(train_on_v2, tmp_path / trained, log=tmp_path / "log")
+    check_log_probs(tmp_path / trained, 3)
+    assert "model runner V2" in (tmp_path / trained / "environment.json").read_text()
 
 
 def servers(job: Job) -> list[psutil.Process]:

@@ -106,6 +106,23 @@ def test_cases_are_in_the_order_of_value_and_each_gpu_test_is_one() -> None:
     assert len(names) == len(set(names))
 
 
+def test_what_a_case_needs_are_names_of_modules() -> None:
+    """A string instead of a tuple is one module per letter: such a case is skipped on every machine."""
+    cases = {case.name: case for case in gpu_offline._cases(False, 2)}
+    assert cases["card 7b vllm"].needs == ("vllm",)
+    assert {type(case.needs) for case in cases.values()} == {tuple}
+
+
+def test_every_case_has_seconds_to_expect_below_its_limit(capsys: pytest.CaptureFixture) -> None:
+    cases = gpu_offline._cases(False, 2)
+    gpu_offline.print_expected(cases)
+    heading, *lines = capsys.readouterr().out.splitlines()
+    assert "estimates" in heading
+    assert [line.split(maxsplit=3)[3] for line in lines] == [case.name for case in cases]
+    assert all(0 < case.expected < case.limit for case in cases)
+    assert float(lines[-1].split()[1]) == sum(case.expected for case in cases)
+
+
 @pytest.mark.parametrize(("num_gpus", "counts"), [(1, set()), (2, {2}), (8, {2, 8})])
 def test_ranks_are_tried_as_far_as_there_are_cards(num_gpus: int, counts: set[int]) -> None:
     names = [case.name for case in gpu_offline._cases(False, num_gpus)]

@@ -1,4 +1,7 @@
-"""vLLM for real, on the CPU: one engine in a process of its own, several questions to it."""
+"""vLLM for real, on the CPU: one engine in a process of its own, several questions to it.
+
+With Model Runner V1, which its CPU build takes, and with V2, which GPUs take (`tests/triton_on_cpu`).
+"""
 
 from __future__ import annotations
 
@@ -6,6 +9,7 @@ import importlib.util
 import json
 import sys
 from dataclasses import replace
+from pathlib import Path
 from types import SimpleNamespace
 
 import numpy as np
@@ -20,11 +24,17 @@ from rlctl.rollout.completions import vllm_options
 from rlctl.rollout.hf import HFRollout
 from rlctl.rollout.protocol import Request, Sampling
 from rlctl.rollout.vllm import VLLMRollout, _not_started, completion_of
+from rlctl.routing import REPLAY, Mixture
 from rlctl.tiny.embedded import ensure_embedded
 from tests.forked_python import run_in
+from tests.triton_on_cpu import run_on_v2
+from tests.unit.engine import routing_jobs
 from tests.unit.rollout.test_hf_rollout import TEXTS, TOKENIZER, make_requests, random_model
 
 needs_vllm = pytest.mark.skipif(importlib.util.find_spec("vllm") is None, reason="vLLM is not installed")
+needs_triton = pytest.mark.skipif(
+    importlib.util.find_spec("triton") is None, reason="Triton is not installed"
+)
 PLAIN = Sampling(max_response_length=9)
 LIMITED = [replace(request, max_tokens=1 + place % 5) for place, request in enumerate(make_requests(n=4))]
 NUCLEUS = Sampling(max_response_length=9, temperature=0.7, top_p=0.9)
@@ -49,6 +59,7 @@ def ask(path: str, answers: str) -> int:
         "greedy": engine.sample(make_requests(n=1), replace(PLAIN, greedy=True)),
     }
     found["block_size"] = engine._llm.llm_engine.vllm_config.cache_config.block_size
+    found["report"] = engine.report().description
     engine.close()
     _, left = psutil.wait_procs(psutil.Process().children(recursive=True), timeout=30)
     assert not [process for process in left if "resource_tracker" not in " ".join(process.cmdline())]
@@ -70,12 +81,24 @@ def model():
     return random_model(1)
 
 
+@pytest.fixture(scope="module", params=["V1", pytest.param("V2", marks=[pytest.mark.thorough, needs_triton])])
+def runner(request: pytest.FixtureRequest) -> str:
+    """The model runner of the engine that answers."""
+    return request.param
+
+
 @pytest.fixture(scope="module")
-def answers(model, forked_vllm, tmp_path_factory) -> dict[str, list[Turn]]:
+def answers(
+    runner: str, model, forked_vllm: Path, tmp_path_factory: pytest.TempPathFactory
+) -> dict[str, list[Turn]]:
     directory = tmp_path_factory.mktemp("vllm")
     model.save_pretrained(directory / "model")
     TOKENIZER.save_pretrained(directory / "model")
-    run_in(forked_vllm, ask, directory / "model", directory / "answers", log=directory / "log")
+    paths = (directory / "model", directory / "answers")
+    if runner == "V2":
+        run_on_v2(ask, *paths, log=directory / "log")
+    else:
+        run_in(forked_vllm, ask, *paths, log=directory / "log")
     return torch.load(directory / "answers", weights_only=False)
 
 
@@ -198,8 +221,40 @@ def test_log_probs_of_other_tokens_are_refused():
 
 
 @needs_vllm
-def test_options_reach_the_engine(answers):
+def test_options_reach_the_engine(runner, answers):
     assert answers["block_size"] == 32
+    assert answers["report"].endswith(f"model runner {runner}")
+
+
+def ask_for_experts(path: str, answers: str) -> int:
+    options = vllm_options("fp32", 64, max_num_seqs=8) | {"enable_return_routed_experts": True}
+    engine = VLLMRollout(path, TOKENIZER, options)
+    torch.save(engine.sample(make_requests(n=1), replace(PLAIN, with_experts=True)), answers)
+    engine.close()
+    return 0
+
+
+@needs_vllm
+@needs_triton
+@pytest.mark.thorough
+def test_the_experts_that_it_reports_are_those_of_the_model(tmp_path: Path) -> None:
+    """Only Model Runner V2 reports them: of every token that was read, the prompt's too."""
+    sizes = {"vocab_size": len(TOKENIZER), "hidden_size": 32, "head_dim": 32, "moe_intermediate_size": 32}
+    mixture = routing_jobs.built("qwen3_moe", **sizes, pad_token_id=TOKENIZER.pad_token_id)
+    mixture.save_pretrained(tmp_path / "model")
+    TOKENIZER.save_pretrained(tmp_path / "model")
+    run_on_v2(ask_for_experts, tmp_path / "model", tmp_path / "answers", log=tmp_path / "log")
+    turns = torch.load(tmp_path / "answers", weights_only=False)
+    chosen, routers = set(), Mixture.of(mixture.model, REPLAY)
+    for request, turn in zip(make_requests(n=1), turns, strict=True):
+        ids = torch.tensor([[*request.token_ids, *turn.token_ids.tolist()]])
+        with torch.no_grad():
+            logits = mixture(ids[:, :-1], output_router_logits=True).router_logits
+        expected = torch.stack([layer.topk(routers.experts_per_token).indices for layer in logits], 1)
+        found = routers.of_routers(turn.experts).long()
+        assert torch.equal(found.sort(-1).values, expected.sort(-1).values)
+        chosen |= set(found.flatten().tolist())
+    assert len(chosen) == routing_jobs.EXPERTS
 
 
 @needs_vllm

@@ -203,6 +203,7 @@ KINDS: dict[str, dict[str, tuple[str, ...]]] = {
             "test_thoughts_are_switched_off_with_the_default_attention",
             "test_memory_is_planned_for_another_machine",
         ),
+        "unit/bench/test_gpu_kernels.py": ("test_a_difference_is_a_failure",),
         "unit/bench/test_card.py": ("test_phases_are_those_of_the_run_and_of_the_plan",),
         "unit/test_gpu_offline.py": ("test_a_case_that_fails_hangs_or_lacks_memory_does_not_end_the_others",),
     },

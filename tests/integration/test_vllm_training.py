@@ -99,7 +99,6 @@ def train_on_v2(directory: str) -> int:
     return run(["train", where, *runs.SMALL, *VLLM, *trained, "trainer.total_training_steps=3"])
 
 
-@pytest.mark.thorough
 @pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="Triton is not installed")
 @pytest.mark.parametrize("trained", ["all-weights", "adapter"])
 def test_with_the_model_runner_of_gpus(tmp_path: Path, trained: str) -> None:

@@ -1,4 +1,4 @@
-"""What Triton's interpreter lacks for the kernels of vLLM and Liger: numbers that have a dtype."""
+"""What Triton's interpreter lacks for the kernels of vLLM and Liger: dtypes of numbers, functions of CUDA."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
+import triton
 import triton.language as tl
 from triton.runtime import interpreter
 
@@ -40,3 +41,22 @@ def fill() -> None:
     interpreter._implicit_cvt = convert_floats_too
     interpreter._patch_lang_core = patch_language_and_range
     interpreter._rlctl_filled = True
+
+
+@triton.jit
+def _rsqrt(x):
+    return tl.rsqrt(x)
+
+
+@triton.jit
+def _tanh(x):
+    return 2 * tl.sigmoid(2 * x) - 1
+
+
+def fill_liger() -> None:
+    """The two functions of CUDA's mathematical library that Liger's kernels call; includes `fill`."""
+    from liger_kernel.ops import geglu, rms_norm
+
+    fill()
+    rms_norm.rsqrt = _rsqrt
+    geglu.tanh = _tanh

@@ -26,7 +26,6 @@ def rows_of(*options: str) -> list[dict]:
 
 
 @needs_all
-@pytest.mark.thorough
 def test_they_compute_what_the_formulas_say() -> None:
     rows = rows_of()
     assert {row["case"] for row in rows} == set(CASES)
@@ -34,7 +33,6 @@ def test_they_compute_what_the_formulas_say() -> None:
 
 
 @needs_all
-@pytest.mark.thorough
 @pytest.mark.parametrize("capability", [80, 90, 100, 120])
 def test_they_compile(capability: int) -> None:
     """With the true types and a vocabulary of 151,936; no registers are spilled."""

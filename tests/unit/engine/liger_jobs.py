@@ -1,7 +1,6 @@
 """Liger's kernels on a CPU, by Triton's interpreter: run as a process of its own, with TRITON_INTERPRET=1.
 
-What the interpreter lacks is given to it before the kernels are imported or run: float arguments with a
-dtype, and the two functions of CUDA's mathematical library that the kernels call. It has no sound bf16.
+The interpreter has no sound bf16.
 """
 
 from __future__ import annotations
@@ -11,43 +10,14 @@ import json
 import sys
 from pathlib import Path
 
-import numpy as np
 import torch
-import triton
-import triton.language as tl
-from triton.runtime import interpreter
+from rlctl_triton_on_cpu.interpreter import fill_liger
 
 from rlctl.engine.deepspeed import DeepSpeedEngine
 from rlctl.engine.lora import add_lora
 from rlctl.engine.model import run_liger
 from rlctl.engine.ranks import join_ranks, leave_ranks
 from tests.models import tiny_batch, tiny_model
-
-_CONVERT = interpreter._implicit_cvt
-
-
-def _convert(argument):
-    if not isinstance(argument, float):
-        return _CONVERT(argument)
-    return tl.tensor(interpreter.TensorHandle(np.array([argument], np.float32), tl.float32), tl.float32)
-
-
-@triton.jit
-def _rsqrt(x):
-    return tl.rsqrt(x)
-
-
-@triton.jit
-def _tanh(x):
-    return 2 * tl.sigmoid(2 * x) - 1
-
-
-def prepare_interpreter() -> None:
-    from liger_kernel.ops import geglu, rms_norm
-
-    interpreter._implicit_cvt = _convert
-    rms_norm.rsqrt = _rsqrt
-    geglu.tanh = _tanh
 
 
 def kernels_behind(tensor) -> set[str]:
@@ -109,7 +79,7 @@ def compare(ranks, kind: str, *, lora: int = 0, stage: int = 0, again: bool = Fa
 
 
 def main(answer: Path) -> None:
-    prepare_interpreter()
+    fill_liger()
     ranks = join_ranks()
     results = [
         compare(ranks, "llama"),

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import importlib
 import json
-import os
 import subprocess
 import sys
 from pathlib import Path
@@ -16,7 +15,7 @@ import torch
 from rlctl.engine.model import load_policy, run_liger
 from rlctl.errors import EnvironmentFailure, UsageError
 from tests.models import tiny_model
-from tests.processes import ROOT
+from tests.triton_on_cpu import environment
 
 HAS_LIGER = importlib.util.find_spec("liger_kernel") is not None
 
@@ -27,12 +26,9 @@ def test_log_probs_gradients_and_steps_are_those_of_plain_layers(tmp_path: Path)
     """In float32 on the CPU, by Triton's interpreter: three architectures, ZeRO 0, 2 and 3, adapters and
     recomputed layers."""
     answer = tmp_path / "answer.json"
-    path = os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")])
-    env = os.environ | {"TRITON_INTERPRET": "1", "PYTHONPATH": path, "CUDA_VISIBLE_DEVICES": ""}
+    env = environment() | {"DS_ACCELERATOR": "cpu"}
     job = [sys.executable, "-m", "tests.unit.engine.liger_jobs", str(answer)]
-    done = subprocess.run(
-        job, env=env | {"DS_ACCELERATOR": "cpu"}, capture_output=True, text=True, check=False
-    )
+    done = subprocess.run(job, env=env, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr[-3000:]
     gated = {"llama": "SiLUMul", "qwen2": "SiLUMul", "gemma2": "GELUMul"}
     found = json.loads(answer.read_text())

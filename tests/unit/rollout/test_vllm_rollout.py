@@ -236,7 +236,6 @@ def ask_for_experts(path: str, answers: str) -> int:
 
 @needs_vllm
 @needs_triton
-@pytest.mark.thorough
 def test_the_experts_that_it_reports_are_those_of_the_model(tmp_path: Path) -> None:
     """Only Model Runner V2 reports them: of every token that was read, the prompt's too."""
     sizes = {"vocab_size": len(TOKENIZER), "hidden_size": 32, "head_dim": 32, "moe_intermediate_size": 32}

@@ -33,9 +33,9 @@ def test_they_compute_what_the_formulas_say() -> None:
 
 
 @needs_all
-@pytest.mark.parametrize("capability", [80, 90, 100, 120])
+@pytest.mark.parametrize("capability", [90, 120])
 def test_they_compile(capability: int) -> None:
-    """With the true types and a vocabulary of 151,936; no registers are spilled."""
+    """With the true types and a vocabulary of 151,936; `make gpu-kernels` compiles for others too."""
     rows = rows_of("--compile", str(capability))
     launched = {row["kernel"].split()[0] for row in rows}
     assert {"_gumbel_sample_kernel", "_topk_log_softmax_kernel", "_topk_topp_kernel"} < launched

@@ -86,7 +86,7 @@ SAMPLE = [
     (row, mode)
     for place, row in enumerate(ROWS)
     for turn, mode in enumerate(AGGREGATIONS)
-    if place == 0 or turn == (place + 1) % len(AGGREGATIONS)
+    if place == 0 or turn == place % len(AGGREGATIONS)
 ]
 
 

@@ -145,7 +145,7 @@ _KNOWN: dict[bytes, Tensor] = {}
 
 def _known_log_probs(model, inputs: ModelInputs, temperature: float) -> Tensor:
     """(M,) float32 of `naive_log_probs`; computed once for the same weights, configuration and inputs."""
-    assert all(len(parameter) for parameter in model.parameters()), "weights that are elsewhere"
+    assert all(parameter.numel() for parameter in model.parameters()), "weights that are elsewhere"
     tensors = [*model.state_dict().values(), inputs.token_ids, inputs.scored, inputs.lengths]
     config = (model.config._attn_implementation, model.config.to_dict())
     digest = hashlib.sha256(repr((type(model), config, temperature)).encode())

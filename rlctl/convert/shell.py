@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING
 import regex
 
 from rlctl.convert.expressions import evaluate
+from rlctl.digits import whole_number
 
 if TYPE_CHECKING:
     from tree_sitter import Node, Parser
@@ -385,14 +386,15 @@ class _Shell:
         if name == "BASH_SOURCE" or not name.strip("0"):
             return str(self.path)
         if name.isdecimal():
-            return self.arguments[int(name) - 1] if int(name) <= len(self.arguments) else ""
+            place = whole_number(name)
+            return self.arguments[place - 1] if place and place <= len(self.arguments) else ""
         value = self.variables.get(name)
         if not isinstance(value, list):
             return value
         if index in {"[@]", "[*]"}:
             return value
-        number = int(index[1:-1]) if index and index[1:-1].isdecimal() else 0
-        return value[number].text if number < len(value) else ""
+        number = whole_number(index[1:-1]) if index and index[1:-1].isdecimal() else 0
+        return value[number].text if number is not None and number < len(value) else ""
 
     def _operated(self, raw: str, value: str | list[Arg] | None, rest: str) -> str | list[Arg]:
         """Applies `:-default`, `%suffix`, `/a/b` and similar operators to `value`."""

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from rlctl.digits import whole_number
 from rlctl.registry import ENVIRONMENTS
 from rlctl.run_spec.model import GAME
 
@@ -37,7 +38,8 @@ class GuessNumber:
         self.has_won = text == str(self.secret)
         if self.has_won or self.num_guesses == MAX_GUESSES or not text.isdecimal():
             return None
-        return HIGHER if int(text) < self.secret else LOWER
+        number = whole_number(text)
+        return HIGHER if number is not None and number < self.secret else LOWER
 
     def get_reward(self) -> float:
         """1 if the number was found, else 0."""

@@ -37,6 +37,7 @@ from rlctl.data.records import (
     with_columns,
 )
 from rlctl.data.schema import Message, Row
+from rlctl.digits import whole_number
 from rlctl.errors import UsageError
 from rlctl.markup import group_end
 from rlctl.prepare.blocks import Record
@@ -93,7 +94,7 @@ def _countdown(values: Values, prompt_key: str, answer_key: str) -> Row:
     numbers = listed(lookup(values, prompt_key))
     target = lookup(values, answer_key)
     if isinstance(target, str) and target.strip().isdecimal():  # of a table of texts
-        target = int(target)
+        target = whole_number(target.strip())
     if not isinstance(numbers, list) or not numbers or not all(map(is_integer, numbers)):
         raise RowError(f"column {prompt_key!r} is not a list of whole numbers")
     if not is_integer(target):
@@ -143,8 +144,9 @@ def _chosen(answer: Any, labels: Sequence[str], texts: Sequence[str]) -> int:
     for names in (labels, texts):
         if list(names).count(text) == 1:
             return list(names).index(text)
-    if text.isdecimal() and int(text) < len(texts):
-        return int(text)
+    place = whole_number(text)
+    if place is not None and 0 <= place < len(texts):
+        return place
     raise RowError(f"the answer {text[:50]!r} is not one of the choices {', '.join(labels)}")
 
 

@@ -9,6 +9,7 @@ from functools import cache
 from pathlib import Path
 from typing import Literal
 
+from rlctl.digits import whole_number
 from rlctl.errors import UsageError
 from rlctl.leftovers import SHARED_MEMORY
 from rlctl.processes import command_output
@@ -101,11 +102,10 @@ def machine_of(name: str | None) -> Machine:
     if name in MACHINES:
         return MACHINES[name]
     match = _NAME.fullmatch(name)
-    if not match or match[3] not in CARDS or not (int(match[2]) and int(match[1] or 1)):
+    nodes, gpus = (whole_number(match[number] or "1") for number in (1, 2)) if match else (None, None)
+    if not match or match[3] not in CARDS or not nodes or not gpus:
         fix = f"choose from {', '.join(MACHINES)}; or write a number of GPUs and a card, such as 4xa100: "
-        raise UsageError(f"no machine {name}", where="--machine", fix=fix + ", ".join(CARDS))
-    nodes = int(match[1] or 1)
-    gpus = int(match[2])
+        raise UsageError(f"no machine {name:.50}", where="--machine", fix=fix + ", ".join(CARDS))
     card = CARDS[match[3]]
     network = _NETWORKS[0] if card.link > card.bus else _NETWORKS[1]
     host = gpus * card.host

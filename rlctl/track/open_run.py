@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 import psutil
 
+from rlctl.digits import whole_number
 from rlctl.errors import UsageError, first_line
 from rlctl.files import lines_of
 from rlctl.metric_names import best_validation, validation_rewards
@@ -189,9 +190,10 @@ def chosen_step(run_dir: str | Path, step: int | str | None) -> int | None:
         return open_run(run_dir).best_step
     if step is None or isinstance(step, int):
         return step
-    if not step.isdecimal():
-        raise UsageError(f"not a step: {step}", where="--step", fix="give its number, or best")
-    return int(step)
+    number = whole_number(step)
+    if number is None:
+        raise UsageError(f"not a step: {step:.30}", where="--step", fix="give its number, or best")
+    return number
 
 
 def log_ratios(row: Mapping[str, Any]) -> list[float]:

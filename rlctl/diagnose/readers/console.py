@@ -31,6 +31,7 @@ from rlctl.diagnose.readers.printed_content import (
 from rlctl.diagnose.readers.reader_files import UNKNOWN, RowForm
 from rlctl.diagnose.readers.reading import LogReading
 from rlctl.diagnose.table import Framework
+from rlctl.digits import whole_number
 
 _COLOUR = re.compile(r"\x1b\[[0-9;?]*[ -/]*[@-~]")
 #: Colour codes without the escape character, which pasting often removes.
@@ -107,8 +108,7 @@ _BELOW = {"bullets": BULLETS, "table": BARS, "list": PLAIN}
 
 
 def _step_of(match: re.Match[str]) -> int | None:
-    text = match.groupdict().get("step") or ""
-    return int(text) if text.removeprefix("-").isdecimal() else None
+    return whole_number(match.groupdict().get("step") or "")
 
 
 class ConsoleReader:
@@ -286,7 +286,7 @@ class ConsoleReader:
     def _remark(self, text: str) -> None:
         """Reads a step, settings or an error from a line without a row."""
         if "te" in text and text.rstrip()[-1:] in ":0123456789" and (match := _NEXT_IS_STEP.search(text)):
-            self._next_step = int(match[1])
+            self._next_step = whole_number(match[1])
         self._settings(text)
         keep_warning(text, self._line, self._reading.warnings)
         self._exception.take(text, self._line)

@@ -9,6 +9,7 @@ from collections.abc import Callable, Collection
 from typing import Any, Literal
 
 from rlctl.diagnose.readers.printed_content import Row
+from rlctl.digits import whole_number
 
 #: Regular expression of a number as text.
 NUMBER = (
@@ -129,7 +130,9 @@ class PrintedTable:
         self._delimiter = delimiter
         self._names = names
         found = [_STEP_COLUMN.fullmatch(name) for name in names[1:]]
-        self._steps = [int(match[1]) for match in found if match] if all(found) else []
+        steps = [whole_number(match[1]) for match in found if match]
+        are_steps = all(found) and None not in steps
+        self._steps = [step for step in steps if step is not None] if are_steps else []
 
     @classmethod
     def begin(

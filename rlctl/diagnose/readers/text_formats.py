@@ -17,6 +17,7 @@ from rlctl.diagnose.readers.collect import as_number
 from rlctl.diagnose.readers.console import ConsoleReader
 from rlctl.diagnose.readers.printed_blocks import column_name
 from rlctl.diagnose.readers.reading import LogReading
+from rlctl.digits import whole_number
 
 _LONGEST_LINE = 1 << 26
 _VERL_KEYS = {"step", "data"}
@@ -137,10 +138,10 @@ def _add_by_step(document: Mapping[str, Any], reading: LogReading) -> bool:
     """Adds the values of metric → step → value, with a separate clock for every metric."""
     is_added = False
     for name, values in document.items():
-        if not isinstance(values, Mapping) or not values or not all(key.isdecimal() for key in values):
+        if not isinstance(values, Mapping) or not values or None in (found := [*map(whole_number, values)]):
             continue
         is_added = True
-        steps = np.array([int(key) for key in values], dtype=np.int64)
+        steps = np.array(found, dtype=np.int64)
         numbers = np.array([as_number(value) for value in values.values()])
         was_logged = np.array([value is not None for value in values.values()])
         order = np.argsort(steps, kind="stable")

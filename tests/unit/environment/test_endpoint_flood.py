@@ -6,11 +6,15 @@ import asyncio
 import contextlib
 import errno
 import logging
+import os
 import resource
+import signal
 import socket
+import struct
 import subprocess
 import sys
 import time
+from collections import deque
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -18,8 +22,9 @@ from typing import Any
 import pytest
 
 from rlctl.environment import connections
-from rlctl.environment.connections import HEADERS_S, MOST_UNKNOWN, Listener
+from rlctl.environment.connections import HEADERS_S, MOST_OF_OTHERS, MOST_UNKNOWN, Listener
 from rlctl.environment.endpoint import Endpoint
+from rlctl.environment.peer_users import NOBODY, PeerUsers
 from tests.scripted_engine import ScriptedEngine
 from tests.unit.environment.test_recording_endpoint import QUESTION, ask, play
 
@@ -321,3 +326,112 @@ def test_nothing_is_left_open(forgetful: None) -> None:
     asyncio.run(main())
     assert open_descriptors() == before
     assert not connections._unknowns._waiting
+
+
+def connected() -> tuple[socket.socket, socket.socket]:
+    """Both ends of a connection: that of the client, and that which was accepted."""
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        client = socket.create_connection(server.getsockname(), 5)
+        server.settimeout(5)
+        return client, server.accept()[0]
+
+
+def test_whose_process_is_at_the_other_end() -> None:
+    users = PeerUsers()
+    if users._kernel is None:
+        pytest.skip("no netlink here")
+    client, accepted = connected()
+    with client, accepted:
+        assert users.user_of(accepted) == os.getuid()
+        client.close()
+        assert users.user_of(accepted) == NOBODY
+    gone, reset = connected()
+    with reset:
+        gone.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
+        gone.close()
+        assert users.user_of(reset) == NOBODY
+    users.close()
+    client, accepted = connected()
+    with client, accepted:
+        assert users.user_of(accepted) is None
+
+
+@contextlib.contextmanager
+def as_another_user(connect: Callable[[], None]) -> Iterator[None]:
+    """Calls a function again and again in a process of another user; it must import nothing."""
+    pid = os.fork()
+    if pid == 0:
+        try:
+            os.setgroups([])
+            os.setgid(65534)
+            os.setuid(65534)
+            while True:
+                with contextlib.suppress(OSError):
+                    connect()
+        finally:
+            os._exit(1)
+    try:
+        yield
+    finally:
+        os.kill(pid, signal.SIGKILL)
+        os.waitpid(pid, 0)
+
+
+@pytest.mark.usefixtures("forgetful")
+@pytest.mark.skipif(os.getuid() != 0, reason="only root can act as another user")
+def test_another_users_flood_takes_few_places_and_none_of_this_user(caplog: pytest.LogCaptureFixture) -> None:
+    """It opens up to 2,000 connections a second."""
+    most: list[int] = []
+
+    async def agent(client: Any, endpoint: Endpoint) -> int:
+        port, kept = int(endpoint.base_url.rpartition(":")[2].partition("/")[0]), deque(maxlen=400)
+
+        def connect() -> None:
+            one = socket.socket()
+            one.setblocking(False)
+            kept.append(one)
+            one.connect_ex(("127.0.0.1", port))
+            time.sleep(0.0005)
+
+        with as_another_user(connect):
+            for _ in range(5):
+                await asyncio.sleep(0.2)
+                most.append(len(connections._unknowns._of_others))
+                assert not connections._unknowns._waiting
+                await ask(client, QUESTION)
+        return len(most)
+
+    with caplog.at_level(logging.WARNING):
+        _, returned = play(ScriptedEngine(lambda _: "ok"), agent)
+    assert returned == [5]
+    assert 0 < max(most) <= MOST_OF_OTHERS
+    assert len(caplog.records) == 1
+
+
+@pytest.mark.usefixtures("forgetful")
+def test_others_take_no_place_of_this_user(monkeypatch: pytest.MonkeyPatch) -> None:
+    """With the key they are served, and the newest of them gives way, or the oldest that had its passes."""
+    users = iter([os.getuid() + 1] * 20 + [os.getuid()])
+    monkeypatch.setattr(connections, "MOST_OF_OTHERS", 4)
+    monkeypatch.setattr(PeerUsers, "user_of", lambda *_: next(users))
+
+    async def main() -> None:
+        listener = Listener(echo_twice)
+        known = await asyncio.open_connection("127.0.0.1", listener.port)
+        known[1].write(b"key\n")
+        assert await known[0].readline() == b"key\n"
+        strangers = [await asyncio.open_connection("127.0.0.1", listener.port) for _ in range(19)]
+        own = await asyncio.open_connection("127.0.0.1", listener.port)
+        own[1].write(b"hello\n")
+        assert await own[0].readline() == b"hello\n"
+        await asyncio.sleep(0.1)
+        assert sum(not reader.at_eof() for reader, _ in strangers) == 4
+        known[1].write(b"more\n")
+        assert await known[0].readline() == b"more\n"
+        for _, writer in (known, own, *strangers):
+            writer.close()
+        await listener.close()
+        assert connections._unknowns._others_begun == 0
+        assert not connections._unknowns._of_others
+
+    asyncio.run(asyncio.wait_for(main(), 30))

@@ -489,6 +489,10 @@ def reward_hacking(run: RunLog) -> Detection | Skipped | None:
     start, end = ends(score)
     gain = (end - start) / size
     held_out = (after - before) / size
+    if (end - span[0]) / size >= th.LEARNED:
+        contradiction = _contradicted_top(run, end, after, size)
+        if contradiction is not None:
+            return contradiction
     # Near the top nothing is left to gain and scores vary; only a fall of this size is more than variation.
     had_learned = (before - span[0]) / size >= th.LEARNED and held_out > -HACKING_GAP[0][1]
     reached = [severity for severity, gap in HACKING_GAP if gain - held_out > gap]
@@ -501,6 +505,24 @@ def reward_hacking(run: RunLog) -> Detection | Skipped | None:
     validated = change_evidence(th.VALIDATION, before, after, validation.steps)
     change = lasting_change(run.table.series(th.SCORE))
     since = change.since if change else None
+    return _doubted(run, Detection(reached[-1], message, (trained, validated), since=since))
+
+
+def _contradicted_top(run: RunLog, end: float, after: float, size: float) -> Detection | None:
+    """A training reward at its top while validation is far below its first value.
+
+    A grader that is exploited within the first steps leaves no gain to be seen between the ends of the run.
+    """
+    score, validation = run.table.series(th.SCORE), run.validation
+    first = float(validation.values[0])
+    fall = (first - after) / size
+    reached = [severity for severity, gap in HACKING_GAP if fall > gap]
+    if not reached:
+        return None
+    message = f"the training reward is at its top, and validation fell by {fall:.0%} of its range"
+    trained = evidence_over(score.steps, th.SCORE, f"{end:.3g} at the end")
+    validated = change_evidence(th.VALIDATION, first, after, validation.steps)
+    since = int(score.steps[0])  # the grader pays for it from the start
     return _doubted(run, Detection(reached[-1], message, (trained, validated), since=since))
 
 

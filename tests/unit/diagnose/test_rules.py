@@ -89,6 +89,10 @@ no_kl = without(f"{CORR}kl", f"{CORR}k3_kl")
 hacking = always(
     critic__score__mean=ramp(0.3, 0.8), val__addition__reward_mean=lambda s: None if s % 5 else 0.3
 )
+exploited = always(
+    critic__score__mean=lambda s: 0.3 if s < 4 else 1.0,
+    val__addition__reward_mean=lambda s: None if s % 5 else 0.4 if s < 10 else 0.0,
+)
 fallen = always(val__addition__reward_mean=lambda s: None if s % 5 else 1 - s / 80)
 #: The learning rate is 1e-5.
 large_updates = corr(k3_kl=lambda s: 0.3 if s > 30 else 1e-3)
@@ -327,6 +331,8 @@ TRIGGERS = {
         # validation was near the top, and fell
         ("critical", both(hacking, fallen), []),
         ("warning", both(hacking, always(critic__score__mean=ramp(0.3, 0.55))), []),
+        # exploited within the first steps: no gain between the ends, a top that validation contradicts
+        ("critical", exploited, []),
     ],
     "truncated": [
         ("warning", both(without("response_length/clip_ratio"),
@@ -606,6 +612,9 @@ def test_the_page_of_rules_lists_every_rule():
         # validation falls, but so does the training reward
         ("reward-hacking", always(critic__score__mean=0.3,
                                   val__addition__reward_mean=lambda s: None if s % 5 else 0.8 - s / 100), []),
+        # at the top of both, validation varies a little
+        ("reward-hacking", both(exploited, always(val__addition__reward_mean=lambda s: None if s % 5 else
+                                                  0.99 if s < 10 else 0.9)), []),
         # validation was near the top from the start
         ("reward-hacking", both(hacking, always(val__addition__reward_mean=0.95)), []),
         ("staleness", always(training__staleness_max=12.0), []),  # updates: 6 batches

@@ -11,13 +11,12 @@ import socket
 import struct
 
 _NETLINK_SOCK_DIAG, _SOCK_DIAG_BY_FAMILY, _NLM_F_REQUEST = 4, 20, 1
-#: `nlmsghdr`; `inet_diag_req_v2` up to its socket; the addresses, interface and cookie of `inet_diag_sockid`.
+#: The netlink header; the request up to its socket; the addresses of the socket; its interface and cookie.
 _HEADER, _REQUEST, _ADDRESSES, _REST = (
     struct.Struct(form) for form in ("=IHHII", "=BBBxI", "!HH4s12x4s12x", "=III")
 )
 _ANY_STATE = _NO_COOKIE = 0xFFFFFFFF
-#: Bytes before the user's number and the socket's inode in an answer: `nlmsghdr`, and `inet_diag_msg` up to
-#: `idiag_uid`.
+#: Bytes before the user's number and the socket's inode in an answer.
 _UID_AT = _HEADER.size + 4 + _ADDRESSES.size + _REST.size + 12
 _ANSWER_S = 1.0
 #: The other end is closed, so that nobody owns it.

@@ -191,7 +191,7 @@ def chosen_step(run_dir: str | Path, step: int | str | None) -> int | None:
     if step is None or isinstance(step, int):
         return step
     number = whole_number(step)
-    if number is None:
+    if number is None or number < 0:
         raise UsageError(f"not a step: {step:.30}", where="--step", fix="give its number, or best")
     return number
 

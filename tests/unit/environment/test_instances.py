@@ -38,7 +38,7 @@ def is_alive(pid: int) -> bool:
     """Whether the process runs; one that has ended and waits for its parent does not."""
     try:
         return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
-    except FileNotFoundError:
+    except (FileNotFoundError, ProcessLookupError):  # it ended before, or between opening and reading
         return False
 
 

@@ -52,10 +52,12 @@ def figures_of(ranks, where, model_dir, reward, *overrides):
         Row("even" if place % 3 else "odd/source", (Message("user", f"{place + 10}+34="),), "640")
         for place in range(21)
     ]
+    run_dir = where / f"run{ranks.world_size}"
+    run_dir.mkdir(parents=True, exist_ok=True)
     run = SimpleNamespace(
         spec=spec,
         ranks=ranks,
-        run_dir=where / f"run{ranks.world_size}",
+        run_dir=run_dir,
         tokenizer=tokenizer,
         val_prompts=PromptDataset(rows, tokenizer, max_prompt_length=50, filter_overlong=True),
         rollout=LockedRollout(HFRollout(model, tokenizer, "cpu"), EngineLock(), first=True),
@@ -106,7 +108,7 @@ def test_too_many_failures_stop_the_run(tmp_path, task):
     )
     with pytest.raises(RunFailure, match="failed on 21 of 21 responses"):
         figures_of(alone, tmp_path, task.model_dir, f"{broken}:broken")
-    assert not (tmp_path / "run1").exists()
+    assert not (tmp_path / "run1" / "evaluations").exists()
 
 
 def test_aborted_responses_are_left_out(tmp_path, task, reward, monkeypatch):

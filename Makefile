@@ -35,7 +35,7 @@ train-llm: setup  ## Fetch a real language model (SmolLM2-135M), train it on sum
 PYTEST := HF_HUB_OFFLINE=1 $(BIN)/python -m pytest -q -n 3 --max-worker-restart 0 --dist loadfile --no-loadscope-reorder
 PEERS := verl $(VENV)/.installed-peers $(VENV)/.installed-lm-eval system
 
-test: setup-dev $(PEERS) check  ## Set everything up; lint, types, import directions, and the tests (12 minutes)
+test: setup-dev $(PEERS) check  ## Set everything up; lint, types, import directions, and the tests (20 minutes)
 	$(PYTEST) -m "not thorough"
 
 test-all: setup-dev $(PEERS)  ## The tests that `make test` leaves out (below), half an hour

@@ -69,11 +69,10 @@ class PlainAdamW:
         """Every weight by its name in the model, for the rollout engine."""
         yield from self.module.model.state_dict().items()
 
-    def save(self, directory: Path) -> dict[str, str]:
-        """Writes what `load` reads; no file was hashed meanwhile."""
+    def save(self, directory: Path) -> None:
+        """Writes what `load` reads."""
         if self.ranks.is_main:
             torch.save([self.module.state_dict(), self.optimizer.state_dict()], directory / "state.pt")
-        return {}
 
     def load(self, directory: Path) -> None:
         """Restores weights and moments."""

@@ -62,7 +62,10 @@ class TrainedModule(Protocol):
 
     @property
     def holds_state(self) -> bool:
-        """Whether all that `save` writes and training changes can be held in memory (`HeldFiles`)."""
+        """Whether all that `save` writes and training changes can be held in memory (`HeldFiles`).
+
+        An engine of a user's own that lacks it writes at once: its `save` and `export` get no `files`.
+        """
 
     def plan(self, passes: Sequence[ModelInputs]) -> str:
         """Chooses how the model reads these inputs, the passes of a mini-batch; called on all ranks.

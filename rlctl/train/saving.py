@@ -52,6 +52,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from rlctl.batch import Episode, TokenBatch
+    from rlctl.engine.protocol import TrainedModule
     from rlctl.engine.ranks import Ranks
     from rlctl.reward.protocol import Graded, RewardResult
     from rlctl.train.mini_batch import SeenTokens
@@ -165,7 +166,7 @@ class Saver:
             "": wish is None and size < BACKGROUND_BYTES,
             "the size of a checkpoint is not known before the first": size == 0,
             "the engine's own way of saving cannot copy the state": not all(
-                module.holds_state for module in (run.actor, run.critic) if module
+                _can_hold(module) for module in (run.actor, run.critic) if module
             ),
             f"a copy of {gib(share)} is too much for the host's free memory": (
                 share * COPY_FACTOR > free_host_bytes()
@@ -243,6 +244,15 @@ def _state_of(run: Run, step: int) -> TrainerState:
     )
 
 
+def _can_hold(module: TrainedModule) -> bool:
+    return getattr(module, "holds_state", False)
+
+
+def _passed_to(module: TrainedModule, files: StateFiles) -> tuple[StateFiles, ...]:
+    """An engine of a user's own may know only how to write at once: its files are hashed afterwards."""
+    return (files,) if _can_hold(module) else ()
+
+
 def _save_parts(run: Run, step: int, files: StateFiles) -> None:
     """Begins the checkpoint of `step`, and saves all that it contains besides `TrainerState`."""
     ranks = run.ranks
@@ -254,14 +264,14 @@ def _save_parts(run: Run, step: int, files: StateFiles) -> None:
         _require_space(run, step)
         begin(root, step, ["engine", "model", *(name for name, there in has.items() if there)])
     ranks.barrier()
-    run.actor.save(partial / "engine", files)
-    run.actor.export(partial / "model", files)
+    run.actor.save(partial / "engine", *_passed_to(run.actor, files))
+    run.actor.export(partial / "model", *_passed_to(run.actor, files))
     if has[ADAPTER]:
         adapter = run.actor.adapter()
         if ranks.is_main:
             adapter.save(partial / ADAPTER)
     if run.critic:
-        run.critic.save(partial / "critic", files)
+        run.critic.save(partial / "critic", *_passed_to(run.critic, files))
     run.stream.save(partial / "waiting", ranks.rank, files)
     if ranks.is_main:
         run.tokenizer.save_pretrained(partial / "model")

@@ -9,6 +9,7 @@ from tests.golden.runs import Figures, difference, figures, read
 from tests.golden.test_runs import FEW
 from tests.golden.tolerance import PROCESSORS
 
+pytestmark = pytest.mark.timeout(2400)  # the first test waits for all runs
 OTHERS = [name for name in cases() if name not in FEW]
 GOLDEN = read()
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from functools import cache
+
 import pytest
 
 from tests.golden.cases import cases
@@ -9,17 +11,19 @@ from tests.golden.runs import Figures, difference, figures, read
 from tests.golden.test_runs import FEW
 from tests.golden.tolerance import PROCESSORS
 
-pytestmark = pytest.mark.timeout(2400)  # the first test waits for all runs
 OTHERS = [name for name in cases() if name not in FEW]
 GOLDEN = read()
+#: Runs that the first of their tests waits for; all of them would take longer than a test may.
+TOGETHER = 46
 
 
-@pytest.fixture(scope="module")
-def now() -> Figures:
-    return figures(OTHERS)
+@cache
+def figures_of(group: int) -> Figures:
+    return figures(OTHERS[group * TOGETHER : (group + 1) * TOGETHER])
 
 
 @pytest.mark.parametrize("name", OTHERS)
-def test_figures_are_as_they_were(now: Figures, name: str) -> None:
+def test_figures_are_as_they_were(name: str) -> None:
+    now = figures_of(OTHERS.index(name) // TOGETHER)
     found, where = difference(now, GOLDEN, name)
     assert found < PROCESSORS, where

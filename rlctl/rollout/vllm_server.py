@@ -16,7 +16,7 @@ import numpy as np
 
 from rlctl.batch import Turn
 from rlctl.errors import RunFailure
-from rlctl.rollout.completions import Completion, CompletionRollout, listed_tokens
+from rlctl.rollout.completions import Column, Completion, CompletionRollout, listed_tokens
 from rlctl.rollout.protocol import EngineContext, EngineReport, Policy, Request, Sampling
 from rlctl.rollout.reported_weights import is_from
 from rlctl.rollout.server_access import MODEL_NAME
@@ -228,16 +228,26 @@ def _check(completion: Completion, limit: int) -> None:
     """Raises a `ValueError` for what no engine samples: it would train on wrong numbers."""
     ids = completion.token_ids
     log_probs = completion.log_probs
-    if not len(ids) == len(log_probs) <= limit:
-        raise ValueError(f"{len(ids)} tokens, {len(log_probs)} log-probs, of at most {limit}")
+    if not (ids.ndim == log_probs.ndim == 1 and len(ids) == len(log_probs) <= limit):
+        raise ValueError(f"tokens {ids.shape}, log-probs {log_probs.shape}, of at most {limit}")
+    if completion.listed is not None and len(completion.listed[0]) != len(ids):
+        raise ValueError(f"{len(ids)} tokens, lists for {len(completion.listed[0])}")
     if len(ids) and (ids.min() < 0 or np.nanmax(log_probs, initial=-np.inf) > _ROUNDING):
         raise ValueError("a token below 0, or a log-prob above 0")
+
+
+def _token_ids(values: list[int]) -> Column:
+    """(t,) int64; a `ValueError` for what NumPy would round or parse: a number with decimals, a text."""
+    column = np.array(values)
+    if column.size and column.dtype.kind != "i":
+        raise ValueError(f"tokens of type {column.dtype}")
+    return column.astype(np.int64)
 
 
 def completion_of(answer: bytes, *, has_lists: bool) -> Completion:
     """Converts a server's answer to one request."""
     [choice] = json.loads(answer)["choices"]
-    token_ids = np.array(choice["token_ids"], dtype=np.int64)
+    token_ids = _token_ids(choice["token_ids"])
     log_probs = choice["logprobs"]
     lists = log_probs.get("top_logprobs") if has_lists else None
     listed = None
@@ -278,12 +288,12 @@ def generated(answer: bytes, versions: Mapping[str, int]) -> Completion | None:
     lists = [token["top_logprobs"] for token in tokens]
     together = list(chain.from_iterable(lists))
     return Completion(
-        token_ids=np.array([token["token_id"] for token in tokens], dtype=np.int64),
+        token_ids=_token_ids([token["token_id"] for token in tokens]),
         log_probs=np.array([token["logprob"] for token in tokens], dtype=np.float32),
         finish_reason=choice.get("finish_reason"),
         listed=(
             np.array([len(tokens) for tokens in lists], dtype=np.int64),
-            np.array([token["token_id"] for token in together], dtype=np.int64),
+            _token_ids([token["token_id"] for token in together]),
             np.array([token["logprob"] for token in together], dtype=np.float32),
         ),
         versions=np.repeat(np.array(known, dtype=np.int64), lengths),

@@ -5,7 +5,8 @@ Whatever comes, tokens that were trained on are those of a good answer, or the r
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import json
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -13,7 +14,8 @@ import pytest
 import torch
 
 from rlctl.errors import RunFailure
-from rlctl.rollout import server_client, weight_sync
+from rlctl.rollout import server_client, vllm_server, weight_sync
+from rlctl.rollout.completions import Completion
 from rlctl.rollout.expected_weights import PlainWeights
 from rlctl.rollout.vllm_server import GENERATE
 from tests.unit.rollout.stub_server import Handler, Server, engine_on, sample
@@ -71,6 +73,35 @@ def server(monkeypatch: pytest.MonkeyPatch) -> Iterator[Server]:
     yield found
     found.shutdown()
     found.server_close()
+
+
+#: What would pass for tokens, or log-probs, of a turn of `n` tokens if only their number were looked at.
+OF_ANY_LENGTH: dict[str, Callable[[int], dict[str, Any]]] = {
+    "nested tokens": lambda n: {"token_ids": [[3]] * n},
+    "tokens as texts": lambda n: {"token_ids": ["3"] * n},
+    "tokens with decimals": lambda n: {"token_ids": [3.7] * n},
+    "true tokens": lambda n: {"token_ids": [True] * n},
+    "nested log-probs": lambda n: {"logprobs": {"token_logprobs": [[-1.0]] * n, "top_logprobs": None}},
+    "lists of another turn": lambda n: {
+        "logprobs": {"token_logprobs": [-1.0] * n, "top_logprobs": [{"token_id:3": -1.0}] * (n + 1)}
+    },
+}
+
+
+@pytest.mark.parametrize("n", [1, 2, 3])
+@pytest.mark.parametrize("name", OF_ANY_LENGTH)
+def test_what_has_the_right_number_is_no_answer_either(name: str, n: int) -> None:
+    good = {"token_ids": [3] * n, "logprobs": {"token_logprobs": [-1.0] * n, "top_logprobs": None}}
+    assert read(good).token_ids.tolist() == [3] * n
+    with pytest.raises(ValueError, match="tokens"):
+        read(good | OF_ANY_LENGTH[name](n))
+
+
+def read(choice: dict[str, Any]) -> Completion:
+    """The checked completion of an answer with one choice."""
+    completion = vllm_server.completion_of(json.dumps({"choices": [choice]}).encode(), has_lists=True)
+    vllm_server._check(completion, limit=10)
+    return completion
 
 
 def as_tuples(turns: list[Any]) -> list[tuple[list[int], list[float]]]:

@@ -105,7 +105,7 @@ def settings_of(cut: str, rows: int, longest: int) -> UpdateSettings:
     ]
     if cut == "tokens":
         overrides.append(f"actor.ppo_max_token_len_per_gpu={AT_ONCE * (PROMPT + longest)}")
-    return UpdateSettings.of(load_spec([], [], overrides).spec)
+    return UpdateSettings.of(load_spec([], [], overrides).spec, ())
 
 
 def measure(kind: str, options: argparse.Namespace, actor: DeepSpeedEngine) -> dict[str, Any]:

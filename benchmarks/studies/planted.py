@@ -349,11 +349,11 @@ def correction_off() -> None:
 
 def low_entropy_pays() -> None:
     """The entropy bonus has the wrong sign."""
-    from dataclasses import replace
 
     import torch
 
     from rlctl.engine.policy_engine import PolicyEngine
+    from rlctl.train.capability import capabilities_of
     from rlctl.train.settings import UpdateSettings
 
     read, honest = UpdateSettings.of, PolicyEngine.policy
@@ -363,9 +363,9 @@ def low_entropy_pays() -> None:
 
     PolicyEngine.policy = policy
 
-    def wrong(spec: Any) -> UpdateSettings:
+    def wrong(spec: Any, capabilities: Any) -> UpdateSettings:
         actor = spec.actor.model_copy(update={"entropy_coeff": -2.0})
-        return replace(read(spec), spec=spec.model_copy(update={"actor": actor}))
+        return read(spec, capabilities_of(spec.model_copy(update={"actor": actor})))
 
     UpdateSettings.of = staticmethod(wrong)
 

@@ -230,13 +230,14 @@ def advantages_negated() -> None:
 
 def kl_negated() -> None:
     """The KL term of the loss has the wrong sign."""
+    from rlctl.train.capability import capabilities_of
     from rlctl.train.settings import UpdateSettings
 
     read = UpdateSettings.of
 
-    def wrong(spec: Any) -> UpdateSettings:
+    def wrong(spec: Any, capabilities: Any) -> UpdateSettings:
         actor = spec.actor.model_copy(update={"kl_loss_coef": -spec.actor.kl_loss_coef})
-        return replace(read(spec), spec=spec.model_copy(update={"actor": actor}))
+        return read(spec, capabilities_of(spec.model_copy(update={"actor": actor})))
 
     UpdateSettings.of = staticmethod(wrong)
 

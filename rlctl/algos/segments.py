@@ -137,7 +137,19 @@ class Singles(Segments):
     """Every entry of a column is a segment of its own."""
 
     def __init__(self, like: Segments) -> None:
-        self.lengths = torch.ones_like(like.index)
+        self.lengths = like.lengths.new_ones(1).expand(like.total)  # takes no memory
+
+    def sum(self, values: Tensor) -> Tensor:
+        """(M,) float64: the values themselves."""
+        return values.double()
+
+    def mean(self, values: Tensor) -> Tensor:
+        """(M,) float64: the values themselves."""
+        return values.double()
+
+    def max(self, values: Tensor) -> Tensor:
+        """(M,) float64: the values themselves."""
+        return values.double()
 
     def any(self, flags: Tensor) -> Tensor:
         """(M,) bool: the flags themselves."""
@@ -185,8 +197,7 @@ class Units:
         starts[1:] = (inside[1:] != inside[:-1]) | (turns[1:] != turns[:-1])
         turn = Segments(torch.bincount(starts.cumsum(0) - 1))
         if ((of[1:] == of[:-1]) & (turns[1:] < turns[:-1])).any():
-            by_turn = turns.argsort(stable=True)
-            episode = Segments(episode.lengths, by_turn[of[by_turn].argsort(stable=True)])
+            episode = Segments(episode.lengths, sorted_by(of, then=turns))
         return cls(turn, sequence, episode)
 
     @cached_property
@@ -210,6 +221,12 @@ class Units:
 
 
 # --- sums for metrics --------------------------------------------------------------------------------
+
+
+def sorted_by(values: Tensor, *, then: Tensor) -> Tensor:
+    """(n,) int64: the places by ascending `values`, those of equal ones by `then`; a stable order."""
+    by_second = then.argsort(stable=True)
+    return by_second[values[by_second].argsort(stable=True)]
 
 
 def added(parts: Sequence[Mapping[str, Any]]) -> dict[str, Any]:

@@ -12,7 +12,7 @@ from rlctl.batch import TokenLists, TokenSequence, Turn, joined_experts
 
 
 @dataclass(slots=True)
-class _Stream:
+class _GrowingSequence:
     """One sequence while it grows: all of its tokens, and where they were sampled."""
 
     token_ids: list[int] = field(default_factory=list)
@@ -29,24 +29,24 @@ class Recorder:
     """
 
     def __init__(self) -> None:
-        self._streams: list[_Stream] = []
+        self._growing: list[_GrowingSequence] = []
         self.num_turns = 0
         self.num_sampled = 0
 
     def add(self, token_ids: Sequence[int], turn: Turn) -> None:
         """A turn, and the tokens that it read."""
-        given = list(token_ids)
+        context = list(token_ids)
         sampled = turn.token_ids.tolist()
-        known = [one for one in self._streams if given[: len(one.token_ids)] == one.token_ids]
-        stream = max(known, key=lambda one: len(one.token_ids), default=None)
-        if stream is None:
-            stream = _Stream()
-            self._streams.append(stream)
-        new = given[len(stream.token_ids) :]
-        stream.token_ids += new + sampled
-        stream.sampled += [False] * len(new) + [True] * len(sampled)
-        stream.turns.append((self.num_turns, turn))
-        stream.ends.append(len(stream.token_ids))
+        continued = [each for each in self._growing if context[: len(each.token_ids)] == each.token_ids]
+        sequence = max(continued, key=lambda each: len(each.token_ids), default=None)
+        if sequence is None:
+            sequence = _GrowingSequence()
+            self._growing.append(sequence)
+        new = context[len(sequence.token_ids) :]
+        sequence.token_ids += new + sampled
+        sequence.sampled += [False] * len(new) + [True] * len(sampled)
+        sequence.turns.append((self.num_turns, turn))
+        sequence.ends.append(len(sequence.token_ids))
         self.num_turns += 1
         self.num_sampled += len(sampled)
 
@@ -58,11 +58,11 @@ class Recorder:
         """
         if turn_rewards and len(turn_rewards) != self.num_turns:
             raise ValueError(f"{len(turn_rewards)} rewards of {self.num_turns} turns")
-        return tuple(_sequence(stream, turn_rewards) for stream in self._streams)
+        return tuple(_sequence(growing, turn_rewards) for growing in self._growing)
 
 
-def _sequence(stream: _Stream, turn_rewards: Sequence[float]) -> TokenSequence:
-    numbers, turns = zip(*stream.turns, strict=True)
+def _sequence(growing: _GrowingSequence, turn_rewards: Sequence[float]) -> TokenSequence:
+    numbers, turns = zip(*growing.turns, strict=True)
     lengths = [len(turn.token_ids) for turn in turns]
     rewards = None
     if turn_rewards:
@@ -70,16 +70,14 @@ def _sequence(stream: _Stream, turn_rewards: Sequence[float]) -> TokenSequence:
         for number, length, end in zip(numbers, lengths, accumulate(lengths), strict=True):
             if length:
                 rewards[end - 1] = turn_rewards[number]
-    kept = [turn.kept for turn in turns if turn.kept is not None]
-    most_likely = [turn.most_likely for turn in turns if turn.most_likely is not None]
     return TokenSequence(
-        token_ids=torch.tensor(stream.token_ids, dtype=torch.int64),
-        sampled=torch.tensor(stream.sampled, dtype=torch.bool),
+        token_ids=torch.tensor(growing.token_ids, dtype=torch.int64),
+        sampled=torch.tensor(growing.sampled, dtype=torch.bool),
         log_probs=torch.cat([turn.log_probs for turn in turns]),
         versions=torch.cat([turn.versions for turn in turns]),
         turns=torch.tensor(numbers).repeat_interleave(torch.tensor(lengths)),
         rewards=rewards,
-        kept=TokenLists.joined(kept) if kept else None,
-        most_likely=TokenLists.joined(most_likely) if most_likely else None,
-        experts=joined_experts(len(stream.token_ids), list(zip(stream.ends, turns, strict=True))),
+        kept=TokenLists.of_each([turn.kept for turn in turns], lengths),
+        most_likely=TokenLists.of_each([turn.most_likely for turn in turns], lengths),
+        experts=joined_experts(len(growing.token_ids), list(zip(growing.ends, turns, strict=True))),
     )

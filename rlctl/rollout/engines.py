@@ -51,6 +51,8 @@ def build_rollout(context: EngineContext) -> RolloutEngine:
     params = params_of(registered, context.spec.rollout.engine_params)
     engine: RolloutEngine = registered.function(replace(context, params=params))
     methods = ["sample", "close"] if context.model is None else ["sample", "sync_weights", "close"]
+    if context.spec.rollout.in_flight:
+        methods += ["sample_in_flight", "cancel_requests"]
     message = missing_methods(engine, *methods)
     if message:
         raise RunFailure(
@@ -134,6 +136,8 @@ def engine_outside_training(
 ) -> Iterator[ResponseSampler]:
     """The engine of a spec with the weights of a model directory, on one rank; closed on exit.
 
+    What it samples is checked as in training.
+
     Args:
         load: returns the model on any device; not called if the engine reads the files itself.
         max_prompt_length, max_response_length: in tokens.
@@ -143,6 +147,7 @@ def engine_outside_training(
     """
     from rlctl.batch import torch_device
     from rlctl.rollout.expected_weights import PlainWeights
+    from rlctl.rollout.shared_engine import EngineLock, LockedRollout
 
     lengths = {"max_prompt_length": max_prompt_length, "max_response_length": max_response_length}
     model_spec = spec.model.model_copy(update={"path": model_path, "revision": None, "lora_rank": 0})
@@ -166,7 +171,7 @@ def engine_outside_training(
             if model is not None and not spec.rollout_engine.starts_with_policy:
                 engine.sync_weights(PlainWeights(model.state_dict().items()), 0)
             del model
-            yield engine
+            yield LockedRollout(engine, EngineLock(), first=True)
         finally:
             engine.close()
 

@@ -105,7 +105,8 @@ class ResponseSampler(Protocol):
 
         A `Turn` has the sampled tokens, their log-probs under the distribution that `sampling` describes, and
         the version of the weights that sampled each; besides, what `sampling` asks for (`asks_for`). A turn
-        that is none of this is refused (`rlctl.rollout.turn_checks`). Requests with the same tokens should be
+        that is none of this is refused (`rlctl.rollout.turn_checks`): other types, shapes or numbers, more
+        tokens than `Request.limit`, a log-prob above 0. Requests with the same tokens should be
         adjacent, because an engine may compute these once.
 
         Raises:
@@ -182,11 +183,17 @@ class ReportingEngine(Protocol):
         """As of now."""
 
 
-@runtime_checkable
-class ConcurrentSampler(Protocol):
-    """A sampler that several threads may use at once, if `is_concurrent`."""
+class InFlightEngine(RolloutEngine, Protocol):
+    """An engine for `rollout.in_flight`, see `EngineCapabilities.samples_in_flight`."""
 
-    is_concurrent: bool
+    def sample_in_flight(self, requests: Sequence[Request], sampling: Sampling) -> Sequence[Turn]:
+        """As `sample`, for any number of threads at once, also during `sync_weights`.
+
+        A turn may have tokens of several versions.
+        """
+
+    def cancel_requests(self) -> None:
+        """Ends open requests, and refuses later ones: each `sample_in_flight` fails."""
 
 
 @runtime_checkable
@@ -211,6 +218,16 @@ class ReleasingEngine(Protocol):
 
     def release(self, *, weights_follow: bool) -> None:
         """Frees it after the last sampling of a step; `weights_follow`: new weights come next."""
+
+
+# --- what an environment may find beside a sampler, which is no engine then ----------------------------
+
+
+@runtime_checkable
+class ConcurrentSampler(Protocol):
+    """A sampler that several threads may use at once, if `is_concurrent` (`InFlightRollout`)."""
+
+    is_concurrent: bool
 
 
 @dataclass(frozen=True, slots=True)

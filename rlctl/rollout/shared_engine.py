@@ -10,10 +10,10 @@ from dataclasses import replace
 from typing import Any
 
 from rlctl.episodes import Turns
-from rlctl.errors import RunFailure
 from rlctl.rollout.protocol import (
     EngineOfRanks,
     EngineReport,
+    InFlightEngine,
     Policy,
     ReleasingEngine,
     ReplicatedEngine,
@@ -22,7 +22,7 @@ from rlctl.rollout.protocol import (
     RolloutEngine,
     Sampling,
 )
-from rlctl.rollout.turn_checks import wrong_turns
+from rlctl.rollout.turn_checks import checked_turns
 
 
 class EngineLock:
@@ -84,7 +84,7 @@ class LockedRollout:
             RunFailure: the engine does not return one valid turn per request.
         """
         with self._in_use():
-            return _checked(self._engine, self._engine.sample(requests, sampling), requests, sampling)
+            return checked_turns(self._engine, self._engine.sample(requests, sampling), requests, sampling)
 
     def each(self) -> list[tuple[str, LockedRollout]]:
         """Every replica by its name, to sample with it alone; `""`: the engine, which has none."""
@@ -143,13 +143,13 @@ class InFlightRollout:
     #: requests of one call need not wait for each other
     is_concurrent = True
 
-    def __init__(self, engine: Any) -> None:
+    def __init__(self, engine: InFlightEngine) -> None:
         self._engine = engine
 
     def sample(self, requests: Sequence[Request], sampling: Sampling) -> Turns:
         """See `LockedRollout.sample`; a turn may have tokens of several versions."""
         turns = self._engine.sample_in_flight(requests, sampling)
-        return _checked(self._engine, turns, requests, sampling)
+        return checked_turns(self._engine, turns, requests, sampling)
 
     def finish(self) -> None:
         """Does nothing: no rank waits for another one's requests."""
@@ -157,10 +157,3 @@ class InFlightRollout:
     def close(self) -> None:
         """Ends open requests: every `sample` fails."""
         self._engine.cancel_requests()
-
-
-def _checked(engine: Any, turns: Any, requests: Sequence[Request], sampling: Sampling) -> Turns:
-    fault = wrong_turns(turns, len(requests), sampling)
-    if fault:
-        raise RunFailure(f"{type(engine).__name__}.sample returned {fault}", where="rollout.name")
-    return Turns.of(turns)

@@ -21,12 +21,11 @@ from rlctl.rollout.protocol import EngineContext, EngineReport, Policy, Request,
 from rlctl.rollout.reported_weights import is_from
 from rlctl.rollout.server_access import MODEL_NAME
 from rlctl.rollout.server_client import TRIES, ServerClient, ServerFailed, readable
+from rlctl.rollout.turn_checks import LARGEST_LOG_PROB
 from rlctl.rollout.weight_sync import WeightSync
 
 #: Maximum number of open requests per rank, and of those in flight.
 CONNECTIONS = 512
-#: Largest log-prob of a token: 0 up to rounding.
-_ROUNDING = 1e-2
 _UNKNOWN = "it samples with other weights than those that this run has sent"
 #: Path at which a server takes tokens and returns them with the version of the weights of each.
 GENERATE = "/inference/v1/generate"
@@ -232,7 +231,7 @@ def _check(completion: Completion, limit: int) -> None:
         raise ValueError(f"tokens {ids.shape}, log-probs {log_probs.shape}, of at most {limit}")
     if completion.listed is not None and len(completion.listed[0]) != len(ids):
         raise ValueError(f"{len(ids)} tokens, lists for {len(completion.listed[0])}")
-    if len(ids) and (ids.min() < 0 or np.nanmax(log_probs, initial=-np.inf) > _ROUNDING):
+    if len(ids) and (ids.min() < 0 or np.nanmax(log_probs, initial=-np.inf) > LARGEST_LOG_PROB):
         raise ValueError("a token below 0, or a log-prob above 0")
 
 

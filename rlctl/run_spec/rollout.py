@@ -74,9 +74,9 @@ class EngineCapabilities:
     tensor_parallel: bool = False  # it supports `rollout.tensor_model_parallel_size` above 1
     slow_on_gpu: str = ""  # how much slower than vLLM it is on a GPU; the spec check warns with this text
     min_temperature: float = 0.0  # the lowest temperature at which it samples as requested
-    #: when it can report the tokens that top_p, top_k and min_p kept (`Sampled.kept`), for
+    #: when it can report the tokens that top_p, top_k and min_p kept (`Turn.kept`), for
     #: `rollout.exact_sampling`: `never`, `top_k` (if `rollout.top_k` bounds their number) or `always`. Unless
-    #: `never`, it also reports `Sampled.most_likely`, which score centering needs
+    #: `never`, it also reports `Turn.most_likely`, which score centering needs
     reports_kept: Literal["never", "top_k", "always"] = "never"
     reports_experts: bool = False  # it can report the experts that computed each token, for routing replay
 

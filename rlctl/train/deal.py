@@ -21,7 +21,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from rlctl.algos.segments import Segments
+from rlctl.algos.segments import Segments, sorted_by
 from rlctl.batch import Level, ModelInputs, TokenBatch, TokenLists
 from rlctl.engine.layout import idle_inputs
 from rlctl.engine.ranks import Ranks
@@ -112,8 +112,7 @@ def deal(batch: TokenBatch, ranks: Ranks, groups_per_mini: int, group_size: int 
 
 def in_order(group_ids: Tensor, members: Tensor) -> Tensor:
     """(E,) int64: the places of the episodes by group, those of a group by member."""
-    by_member = members.argsort(stable=True)
-    return by_member[group_ids[by_member].argsort(stable=True)]
+    return sorted_by(group_ids, then=members)
 
 
 def _described(batch: TokenBatch, rank: int, groups_per_mini: int) -> Tensor:

@@ -60,7 +60,7 @@ def train(run: Run) -> None:
 def _take_steps(run: Run, saver: Saver) -> None:
     spec, algorithm = run.spec, run.spec.algorithm
     ranks = run.data_ranks
-    guardrails = Guardrails(run, UpdateSettings.of(spec))
+    guardrails = Guardrails(run, UpdateSettings.of(spec, run.capabilities))
     lr_at, critic_lr_at = actor_schedule(spec, run.total_steps), critic_schedule(spec, run.total_steps)
     phases = run.tracker.begin_phase
     layouts = Notices(run.tracker.note, "layout of the tokens")

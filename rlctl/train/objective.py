@@ -30,18 +30,18 @@ class BatchStatistics:
 
     Attributes:
         num_tokens, num_responses: counted by the denominators; responses with at least one such token.
-        factor: mean weight; weights are divided by it.
+        mean_weight: weights are divided by it.
         loss: with the statistics that the loss function reads.
         terms: of the loss, with what they read of the mini-batch.
-        all_tokens: number of tokens, rejected ones included.
+        num_all_tokens: number of tokens, rejected ones included.
     """
 
     num_tokens: float
     num_responses: float
-    factor: float
+    mean_weight: float
     loss: LossRule
     terms: tuple[Term, ...]
-    all_tokens: float
+    num_all_tokens: float
 
 
 def actor_loss(
@@ -71,9 +71,9 @@ def actor_loss(
         unit=unit.kept(keep),
         coefficients=c,
         log_probs=output.log_probs[keep],
-        weights=correction.weights[keep] / whole.factor if settings.weights_are_applied else None,
-        mean_weight=whole.factor,
-        num_all_tokens=whole.all_tokens,
+        weights=correction.weights[keep] / whole.mean_weight if settings.weights_are_applied else None,
+        mean_weight=whole.mean_weight,
+        num_all_tokens=whole.num_all_tokens,
     )
     old = tokens.column("old_log_probs")
     advantages = tokens.column("advantages")

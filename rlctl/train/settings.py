@@ -17,7 +17,7 @@ from rlctl.run_spec.algorithm import ActorSpec, AlgorithmSpec, CriticSpec
 from rlctl.run_spec.base import params_of
 from rlctl.run_spec.resolve import correction_rules, loss_rule
 from rlctl.run_spec.run_spec import RunSpec
-from rlctl.train.capability import capabilities_of
+from rlctl.train.capability import Capability
 from rlctl.train.terms import Term
 
 
@@ -55,17 +55,19 @@ class UpdateSettings:
 
     Attributes:
         rules: of the correction; other ones than the spec's while they are tightened.
+        capabilities: that the spec uses; their terms depend on the rules.
     """
 
     spec: RunSpec
     rules: CorrectionRules
     loss: LossRule
+    capabilities: tuple[Capability, ...]
 
     @classmethod
-    def of(cls, spec: RunSpec) -> UpdateSettings:
+    def of(cls, spec: RunSpec, capabilities: tuple[Capability, ...]) -> UpdateSettings:
         """Reads the rules from the spec."""
         rules = correction_rules(spec.algorithm.rollout_correction)
-        return cls(spec, replace(rules, unit=spec.algorithm.unit), loss_rule(spec))
+        return cls(spec, replace(rules, unit=spec.algorithm.unit), loss_rule(spec), capabilities)
 
     @property
     def actor(self) -> ActorSpec:
@@ -80,7 +82,7 @@ class UpdateSettings:
     @cached_property
     def terms(self) -> tuple[Term, ...]:
         """The terms of the loss beside the policy gradient."""
-        return tuple(term for each in capabilities_of(self.spec) for term in each.terms(self.rules))
+        return tuple(term for each in self.capabilities for term in each.terms(self.rules))
 
     def tightened(self) -> UpdateSettings:
         """A copy with all bounds in effect tightened (`tighter_…`); equal to `self` if there are none."""

@@ -63,8 +63,13 @@ class KeptTokens:
         values: Tensor = known(getattr(self.output, name))[self.keep]
         return values
 
-    def share_of(self, values: Tensor) -> Tensor:
-        """() Σ_t c_t · values_t: their share of the loss; importance weights are not in it."""
+    def share_of(self, values: Tensor, *, is_weighted: bool = False) -> Tensor:
+        """() Σ_t c_t · values_t: their share of the loss.
+
+        `is_weighted`: times the importance weights, if weights multiply the loss.
+        """
+        if is_weighted and self.weights is not None:
+            values = values * self.weights
         return (self.coefficients * values).sum()
 
 

@@ -73,7 +73,7 @@ class Updated:
 class _MiniResult:
     correction: HostSums
     losses: HostSums
-    factor: float
+    mean_weight: float
     grad_norm: float
     lr: float
     applied: bool
@@ -168,11 +168,11 @@ def _step(
         lr *= math.sqrt(correction_metrics(sums, settings.rules).get(name, 0.0))
     is_withheld = hold or (decision is not None and decision.skip)
     result = mini.actor.step(lr=lr, skip=is_withheld or bool(missed), grad_scale=gradient.scale)
-    factor = normalization_factor(sums, settings.rules)
+    mean_weight = normalization_factor(sums, settings.rules)
     return _MiniResult(
-        correction=normalized(sums, factor, settings.rules),
+        correction=normalized(sums, mean_weight, settings.rules),
         losses=losses,
-        factor=factor,
+        mean_weight=mean_weight,
         grad_norm=result.grad_norm,
         lr=lr,
         applied=result.applied,
@@ -244,7 +244,7 @@ def _with_known_correction(
         return correction.of(micro.tokens, micro.responses)
 
     losses = _backward(mini, passes, of_micro_batch, statistics, note)
-    return _Gradient(sums, losses, mean_weight=statistics.factor, scale=1.0)
+    return _Gradient(sums, losses, mean_weight=statistics.mean_weight, scale=1.0)
 
 
 def _with_policy_statistics(mini: MiniBatch, fixed: Correction | None, note: _Note) -> _Gradient:
@@ -274,10 +274,10 @@ def _corrected_pass_by_pass(mini: MiniBatch, note: _Note) -> _Gradient:
     assumed = BatchStatistics(
         num_tokens=num_tokens,
         num_responses=num_responses,
-        factor=1.0,
+        mean_weight=1.0,
         loss=settings.loss,
         terms=mini.terms,
-        all_tokens=num_tokens,
+        num_all_tokens=num_tokens,
     )
     corrections: list[Sums] = []
 
@@ -347,10 +347,10 @@ def _statistics(
     return BatchStatistics(
         num_tokens=tokens,
         num_responses=responses,
-        factor=mean_weight,
+        mean_weight=mean_weight,
         loss=loss,
         terms=terms,
-        all_tokens=sums["tokens"],
+        num_all_tokens=sums["tokens"],
     ), sums
 
 
@@ -408,8 +408,8 @@ def _metrics(results: list[_MiniResult], settings: UpdateSettings) -> dict[str, 
     tokens = losses["tokens"]
     metrics = correction_metrics(correction, settings.rules)
     if settings.rules.weight.normalize and settings.rules.weight.level is not None:
-        factor = sum(result.factor for result in results) / count
-        metrics["rollout_corr/rollout_is_batch_norm_factor"] = factor
+        mean_weight = sum(result.mean_weight for result in results) / count
+        metrics["rollout_corr/rollout_is_batch_norm_factor"] = mean_weight
     for term in settings.terms:
         metrics |= term.metrics(losses, count)
     return metrics | {

@@ -19,6 +19,7 @@ from rlctl.registry import ADVANTAGE_ESTIMATORS, POLICY_LOSSES
 from rlctl.run_spec.algorithm import ActorSpec, RolloutCorrectionSpec, TeacherSpec
 from rlctl.run_spec.load import load_spec
 from rlctl.run_spec.run_spec import RunSpec
+from rlctl.train.capability import capabilities_of
 from rlctl.train.settings import UpdateSettings
 
 
@@ -129,7 +130,8 @@ def update_settings(
         "algorithm": base.algorithm.model_copy(update=algorithm),
         "data": base.data.model_copy(update={"train_batch_size": num_groups, "max_response_length": horizon}),
     }
-    return UpdateSettings(base.model_copy(update=sections), rules, loss)
+    spec = base.model_copy(update=sections)
+    return UpdateSettings(spec, rules, loss, capabilities_of(spec))
 
 
 def loss_rule(name: str, *rest: Any, **numbers: object) -> LossRule:

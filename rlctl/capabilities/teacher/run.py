@@ -21,7 +21,7 @@ from rlctl.batch import TokenLists
 from rlctl.capabilities.teacher.section import PATH, SCORING, lists_tokens
 from rlctl.capabilities.teacher.served import ServedTeacher
 from rlctl.errors import RunFailure, known
-from rlctl.registry import CORRECTION_WEIGHTS, KL_ESTIMATORS
+from rlctl.registry import KL_ESTIMATORS
 from rlctl.train.capability import Capability
 from rlctl.train.score_batch import kl_per_token
 from rlctl.train.terms import KeptTokens, Term, total
@@ -61,7 +61,8 @@ class SampledKLTerm(Term):
         rollout = tokens.column("rollout_log_probs")
         kl = kl_loss(self.estimator, tokens.log_probs, teacher, rollout, tokens.unit)
         has_own_ratio = "rollout_log_probs" in KL_ESTIMATORS.part(self.estimator).needs
-        return self.coefficient * _share(kl, tokens, is_weighted=not has_own_ratio), _sums(kl, tokens)
+        share = tokens.share_of(kl, is_weighted=not has_own_ratio)
+        return self.coefficient * share, _sums(kl, tokens)
 
     def metrics(self, sums: HostSums, num_updates: int) -> dict[str, float]:
         """`distill/kl_loss` in nats per kept token."""
@@ -70,25 +71,25 @@ class SampledKLTerm(Term):
 
 @dataclass(frozen=True)
 class ListedKLTerm(Term):
-    """coefficient · KL(π_θ ‖ teacher) of the teacher's most likely tokens and all others together."""
+    """coefficient · KL(π_θ ‖ teacher) of the teacher's most likely tokens and all others together.
+
+    The KL does not read the sampled token and depends on the policies by the tokens before it only: weights
+    of a token would add its own ratio as noise, so only those of longer segments multiply it (`is_weighted`).
+    """
 
     coefficient: float
-    weight_level: str
+    is_weighted: bool
     asks: ClassVar[Mapping[str, bool]] = {"tail": True}
     counts: ClassVar[tuple[str, ...]] = ("teacher_kl", "distilled", "tail_mass")
 
     def share(self, tokens: KeptTokens) -> tuple[Tensor, Sums]:
-        """See `Term.share`; `tail_mass`: the policy's probability of what the teacher does not list.
-
-        The KL does not read the sampled token and depends on the policies by the tokens before it only:
-        weights of a token would add its own ratio as noise, so only those of longer segments multiply it.
-        """
+        """See `Term.share`; `tail_mass`: the policy's probability of what the teacher does not list."""
         _, listed = tokens.lists("most_likely").padded()
         own = tokens.forward("most_likely")
         kl = top_k_kl(own, torch.cat([listed, tokens.column("teacher_tail")[:, None]], 1))
-        is_weighted = CORRECTION_WEIGHTS.part(self.weight_level).unit != "token"
+        share = tokens.share_of(kl, is_weighted=self.is_weighted)
         sums = _sums(kl, tokens) | {"tail_mass": total(own[:, -1].detach().exp())}
-        return self.coefficient * _share(kl, tokens, is_weighted=is_weighted), sums
+        return self.coefficient * share, sums
 
     def metrics(self, sums: HostSums, num_updates: int) -> dict[str, float]:
         """`distill/kl_loss` in nats per kept token, and `distill/tail_mass`."""
@@ -96,13 +97,6 @@ class ListedKLTerm(Term):
             "distill/kl_loss": ratio(sums["teacher_kl"], sums["distilled"]),
             "distill/tail_mass": ratio(sums["tail_mass"], sums["distilled"]),
         }
-
-
-def _share(kl: Tensor, tokens: KeptTokens, *, is_weighted: bool) -> Tensor:
-    """The share of the loss; `is_weighted`: times the importance weights, if weights multiply the loss."""
-    if is_weighted and tokens.weights is not None:
-        kl = kl * tokens.weights
-    return tokens.share_of(kl)
 
 
 def _sums(kl: Tensor, tokens: KeptTokens) -> Sums:
@@ -170,7 +164,7 @@ class Distillation(Capability):
         """The KL in the loss."""
         teacher = self._teacher
         if lists_tokens(teacher):
-            return (ListedKLTerm(teacher.kl_coef, rules.weight.level or "token"),)
+            return (ListedKLTerm(teacher.kl_coef, is_weighted=not rules.weight.by_token),)
         if teacher.kl_in == "loss":
             return (SampledKLTerm(teacher.kl_coef, known(teacher.kl_type)),)
         return ()

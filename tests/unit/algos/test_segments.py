@@ -46,3 +46,19 @@ def test_prefix_weights_are_those_of_the_order_of_sampling(units: Units) -> None
     expected = torch.cat([gap[:6].cumsum(0), gap[6:].cumsum(0)]).exp()
     found = correct(log_probs, rollout, units, rules).weights[IN_TIME]
     torch.testing.assert_close(found.double(), expected, rtol=1e-5, atol=0.0)
+
+
+def test_every_token_by_itself_is_as_segments_of_one_entry(units: Units) -> None:
+    plain = Segments(torch.ones(len(TURNS), dtype=torch.int64))
+    flags = VALUES > 4
+    assert torch.equal(units.token.lengths, plain.lengths)
+    for name in ("sum", "mean", "max", "cumsum", "padded", "spread"):
+        values = getattr(units.token, name)(VALUES)
+        expected = getattr(plain, name)(VALUES)
+        assert torch.equal(values, expected), name
+        assert values.dtype == expected.dtype, name
+    assert torch.equal(units.token.any(flags), plain.any(flags))
+    assert torch.equal(units.token.kept(flags).lengths, plain.kept(flags).lengths)
+    assert [units.token.total, len(units.token)] == [plain.total, len(plain)]
+    for name in ("starts", "index", "places"):
+        assert torch.equal(getattr(units.token, name), getattr(plain, name)), name

@@ -51,6 +51,19 @@ def test_any_other_context_begins_a_new_sequence(context: list[int]) -> None:
     assert sampled == [[3, 4], [6, 8]], "every sampled token once"
 
 
+@pytest.mark.parametrize("first", [True, False])
+def test_a_turn_without_lists_leaves_those_of_others_at_their_tokens(first: bool) -> None:
+    """One that has none gets the whole vocabulary at every place, as in a batch of turns."""
+    recorder = Recorder()
+    recorder.add([1], turn_of(2, 3, kept=first))
+    recorder.add([1, 2, 3], turn_of(4, 5, kept=not first))
+    [sequence] = recorder.sequences()
+    assert sequence.kept is not None
+    assert sequence.kept.counts.tolist() == ([1, 1, 0, 0] if first else [0, 0, 1, 1])
+    assert sequence.kept.ids.tolist() == ([2, 3] if first else [4, 5])
+    TokenBatch.of([Episode(Task(0, ()), "", (sequence,), "completed")])
+
+
 def test_rewards_of_turns_are_at_their_last_tokens() -> None:
     recorder = Recorder()
     recorder.add([1], turn_of(2, 3))

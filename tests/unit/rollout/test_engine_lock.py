@@ -81,6 +81,13 @@ def sampled(turns: object, sampling: Sampling) -> Turns:
         ([replace(TURN, log_probs=torch.zeros(2).double())], "torch.float64"),
         ([replace(TURN, versions=torch.zeros(2))], "versions of turn 1"),
         ([replace(TURN, finish_reason="eos")], "finish_reason 'eos'"),
+        ([replace(TURN, token_ids=[5, 6])], "token_ids of turn 1 of type list"),
+        ([replace(TURN, token_ids=torch.tensor([5, -6]))], "the token -6"),
+        ([replace(TURN, log_probs=torch.tensor([0.5, -1.0]))], "a log-prob of 0.5, above 0"),
+        (
+            [Turn(torch.zeros(4).long(), -torch.ones(4), torch.zeros(4).long(), "stop")],
+            "4 tokens of turn 1, of at most 3",
+        ),
     ],
 )
 def test_what_an_engine_returns_is_checked(turns: object, what: str) -> None:
@@ -92,6 +99,9 @@ def test_what_an_engine_returns_is_checked(turns: object, what: str) -> None:
 @pytest.mark.parametrize(
     ("change", "what"),
     [
+        ({"lengths": torch.tensor([1, 1])}, r"lengths of shape \(2,\)"),
+        ({"lengths": torch.tensor([2]).int()}, "lengths of shape"),
+        ({"kept": TokenLists(torch.tensor([1, 2]).int(), torch.tensor([5, 6]).int())}, "2 ids in kept"),
         ({"log_probs": torch.zeros(2).double()}, "torch.float64"),
         ({"versions": torch.zeros(2)}, "versions of shape"),
         ({"finish_reasons": ["eos"]}, "finish_reason 'eos'"),
@@ -104,6 +114,19 @@ def test_columns_that_an_engine_returns_are_checked(change: dict[str, object], w
     assert sampled(turns, sampling) is turns
     with pytest.raises(RunFailure, match=what):
         sampled(replace(turns, **change), sampling)
+
+
+def test_log_probs_of_most_likely_tokens_must_be_there() -> None:
+    lists = TokenLists(torch.tensor([1, 1]).int(), torch.tensor([5, 6]).int())
+    sampling = Sampling(3, num_most_likely=1)
+    with pytest.raises(RunFailure, match="no log-prob for each of the 2 tokens in most_likely"):
+        sampled(replace(Turns.of([TURN]), most_likely=lists), sampling)
+    assert sampled([replace(TURN, most_likely=replace(lists, log_probs=-torch.ones(2)))], sampling)
+
+
+def test_a_log_prob_that_is_missing_is_the_trainers_to_name() -> None:
+    turn = replace(TURN, log_probs=torch.tensor([float("nan"), -1.0]))
+    assert sampled([turn], Sampling(3)).log_probs.isnan().any()
 
 
 @pytest.mark.parametrize("count", [None, 0, 1, 2, 7])

@@ -13,7 +13,13 @@ import torch
 from rlctl.batch import Turn
 from rlctl.errors import RunFailure, SpecError
 from rlctl.registry import ROLLOUT_ENGINES
-from rlctl.rollout.engines import EngineCapabilities, EngineContext, build_rollout
+from rlctl.rollout.engines import (
+    EngineCapabilities,
+    EngineContext,
+    build_rollout,
+    engine_outside_training,
+    spec_outside_training,
+)
 from rlctl.rollout.expected_weights import PlainWeights
 from rlctl.rollout.protocol import Request, Sampling
 from rlctl.run_spec.load import load_spec
@@ -155,3 +161,61 @@ def test_an_engine_that_takes_other_arguments_is_refused(tmp_path: Path) -> None
     with pytest.raises(RunFailure, match="missing a required") as caught:
         engine_of(spec_with(f"rollout.name={file}:old"), random_model(1))
     assert caught.value.fix == "def sample(self, requests, sampling)"
+
+
+TOO_FEW = '''
+    import torch
+    from rlctl.batch import Turn
+
+    class TooFew:
+        def sample(self, requests, sampling):
+            ids = torch.tensor([1])
+            return [Turn(ids, -torch.ones(1), ids, "stop") for _ in requests[1:]]
+
+        def sync_weights(self, policy, policy_version):
+            list(policy.weights())
+
+        def close(self): ...
+
+    def too_few(context):
+        """Leaves out a turn."""
+        return TooFew()
+'''
+
+
+def test_what_an_engine_samples_is_checked_outside_training_too(tmp_path: Path) -> None:
+    """As `rlctl evaluate` and `rlctl diagnose mismatch` use it."""
+    file = tmp_path / "few.py"
+    file.write_text(textwrap.dedent(TOO_FEW))
+    spec = spec_outside_training(spec_with(), f"{file}:too_few")
+    model = random_model(1)
+    with (
+        engine_outside_training(
+            spec, "m", TOKENIZER, lambda: model, max_prompt_length=8, max_response_length=8
+        ) as engine,
+        pytest.raises(RunFailure, match=r"TooFew\.sample returned list of 1 instead of a list of 2 turns"),
+    ):
+        engine.sample(REQUESTS[:2], Sampling(8))
+
+
+def test_an_engine_that_samples_in_flight_needs_its_methods(tmp_path: Path) -> None:
+    file = tmp_path / "flying.py"
+    file.write_text(
+        textwrap.dedent(TOO_FEW)
+        + textwrap.dedent('''
+            from rlctl.registry import ROLLOUT_ENGINES
+            from rlctl.rollout.engines import EngineCapabilities
+
+            in_both = frozenset({"colocated"})
+            @ROLLOUT_ENGINES.register(
+                label="says that it samples in flight",
+                capabilities=EngineCapabilities(samples_in_flight=in_both, samples_while_training=in_both),
+            )
+            def flying(context):
+                """It does not."""
+                return TooFew()
+        ''')
+    )
+    spec = spec_with(f"rollout.name={file}:flying", "rollout.in_flight=true", "rollout.max_staleness=1")
+    with pytest.raises(RunFailure, match="TooFew has no sample_in_flight and no cancel_requests"):
+        engine_of(spec, random_model(1))

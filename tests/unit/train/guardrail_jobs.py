@@ -87,7 +87,7 @@ def run_of(ranks: Ranks, *overrides: str, history=(), notes: list[str] | None = 
 
 
 def guardrails_of(run: SimpleNamespace) -> Guardrails:
-    return Guardrails(run, UpdateSettings.of(run.spec))
+    return Guardrails(run, UpdateSettings.of(run.spec, ()))
 
 
 def deciding(ranks: Ranks, rows: list[dict[str, float]], history: list[dict[str, float]]):

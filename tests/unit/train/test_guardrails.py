@@ -197,10 +197,10 @@ def test_tight_bounds_lie_within_the_loose_ones(lower, upper, rho) -> None:
 
 def test_what_decides_nothing_is_not_tightened() -> None:
     spec = load_spec(["grpo-token-is-multi-rs"], [], []).spec  # PPO's ratio is the correction there
-    loose = UpdateSettings.of(spec)
+    loose = UpdateSettings.of(spec, ())
     assert loose.tightened().rules.weight == loose.rules.weight
     assert loose.tightened().rules.reject != loose.rules.reject
-    bare = UpdateSettings.of(load_spec(["rloo-uncorrected"], [], []).spec)
+    bare = UpdateSettings.of(load_spec(["rloo-uncorrected"], [], []).spec, ())
     assert bare.tightened() == bare
 
 

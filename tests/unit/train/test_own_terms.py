@@ -13,7 +13,6 @@ from rlctl.capabilities.sections import sections
 from rlctl.errors import RunFailure, UsageError
 from rlctl.run_spec.load import load_spec
 from rlctl.train.capability import capabilities_of
-from rlctl.train.settings import UpdateSettings
 from rlctl.train.update import update
 from tests.models import tiny_model
 from tests.unit.train.updates import BYPASS, REINFORCE, Case, PlainEngine, alone, settings_of
@@ -97,7 +96,7 @@ def test_wrong_columns_end_the_run(tmp_path: Path, name: str, function: str, wor
 def test_a_column_cannot_take_the_name_of_another(tmp_path: Path) -> None:
     spec = spec_with(tmp_path, "return tokens.log_probs", "columns={'versions': len}")
     with pytest.raises(UsageError, match="a column `versions` exists already"):
-        UpdateSettings.of(spec).terms  # noqa: B018
+        capabilities_of(spec)
 
 
 def test_undeclared_columns_and_wrong_sizes_are_refused() -> None:

@@ -482,6 +482,6 @@ def test_settings_of_a_spec_resolve_nulls() -> None:
     from rlctl.train.settings import UpdateSettings
 
     overrides = ["actor.clip_ratio_high=0.28", "algorithm.rollout_correction.bypass_mode=false"]
-    settings = UpdateSettings.of(load_spec(["rloo-seq-is"], [], overrides).spec)
+    settings = UpdateSettings.of(load_spec(["rloo-seq-is"], [], overrides).spec, ())
     assert (settings.loss.clip_low, settings.loss.clip_high) == (0.2, 0.28)
     assert settings.weights_are_applied

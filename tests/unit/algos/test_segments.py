@@ -62,3 +62,11 @@ def test_every_token_by_itself_is_as_segments_of_one_entry(units: Units) -> None
     assert [units.token.total, len(units.token)] == [plain.total, len(plain)]
     for name in ("starts", "index", "places"):
         assert torch.equal(getattr(units.token, name), getattr(plain, name)), name
+
+
+def test_token_weights_keep_no_index_of_the_tokens() -> None:
+    """Two columns of int64 were half of the memory that a correction at token level needs."""
+    units = Units.of_responses(torch.tensor([3, 5]))
+    assert units.token.lengths.untyped_storage().nbytes() == 8
+    correct(-torch.ones(8), -torch.ones(8), units, CorrectionRules(WeightRule("token", "truncate", upper=2.0)))
+    assert "index" not in vars(units.sequence)

@@ -27,11 +27,16 @@ def sampled_by_others(run: RunLog) -> Detection | Skipped | None:
     severity: Severity = "warning" if fault == "unknown" else "critical"
     seen = Evidence(_DUMP, f"{run.dumps.who_sampled} (`rlctl diagnose RUN --who-sampled`)")
     check = (fix.by_hand(run.dumps.fix), fix.PROVE_THE_SYNC)
+    is_known = severity == "critical"
+    # Weights that nobody knows are what any gap looks like: a rule that says which gap explains them.
+    first_step = int(run.table.steps[0]) if len(run.table.steps) else None
     return Detection(
         severity=severity,
         what=run.dumps.who_sampled,
         evidence=(seen,),
         cause=_CAUSES.get(fault),
         fixes=check,
-        is_first=severity == "critical",
+        since=None if is_known else first_step,
+        explains=None if is_known else (),
+        is_first=is_known,
     )

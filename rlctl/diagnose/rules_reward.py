@@ -363,6 +363,10 @@ def zero_reward(run: RunLog) -> Detection | None:
     return detection.with_doubt(doubt, f"{th.BEST} would exclude rewards that average 0")
 
 
+#: Rules of what a policy does that is updated without a signal.
+WITHOUT_SIGNAL = (*th.COLLAPSE_RULES, *th.GAP_RULES, "large-updates", "gradient-norm", "critic")
+
+
 @Rule(
     "constant-reward",
     one_of=(th.BEST, th.SCORE),
@@ -387,7 +391,17 @@ def constant_reward(run: RunLog) -> Detection | Skipped | None:
     message = f"every response of every step gets the reward {value[0]:g}"
     each = ((key, value), (alike, spread))
     seen = tuple(evidence_over(steps, name, f"{logged[0]:g} on these steps") for name, logged in each)
-    return Detection("critical" if is_long else "warning", message, seen)
+    cut = run.table.series(th.TRUNCATED.key).values[: th.START_STEPS]
+    # From the start on, the limit may be why all get one value; later on, a policy without a signal reaches it.
+    started_uncut = len(cut) > 0 and float(np.median(cut)) < MOSTLY_CUT
+    return Detection(
+        "critical" if is_long else "warning",
+        message,
+        seen,
+        since=int(steps[0]),
+        explains=None if started_uncut else tuple(rule for rule in WITHOUT_SIGNAL if rule != "truncated"),
+        is_first=started_uncut,
+    )
 
 
 def _no_signal(table: Table) -> Evidence | None:

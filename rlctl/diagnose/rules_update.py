@@ -217,13 +217,12 @@ def frozen(run: RunLog) -> Detection | None:
 @Rule(
     "small-updates",
     needs=(_NORM,),
-    uses=(th.K3.key, *th.STALENESS, *th.REWARDS, _LR),
+    uses=(th.K3.key, _PPO_KL, th.LENGTH, th.TRUNCATED.key, *th.STALENESS, *th.REWARDS, _LR),
     thresholds=f"— / rate 0, or < {TINY_RATE:g} for {th.MOVE_STEPS} steps, or < {TINY_UPDATE:g} nats per "
     "batch and the reward does not gain / —",
 )
 def small_updates(run: RunLog) -> Detection | Skipped | None:
     """The updates move the policy."""
-    series = run.table.series(th.K3.key)
     rates = run.table.series(_LR)
     peak = float(rates.values.max()) if len(rates) >= th.MIN_STEPS and not is_rounded(run.table) else None
     least = TINY_RATE if len(rates) >= th.MOVE_STEPS else 0.0
@@ -232,18 +231,50 @@ def small_updates(run: RunLog) -> Detection | Skipped | None:
         fixes = (fix.shorter_warm_up(run),) if run.facts.lr and peak else fix.usual_rate(run)
         return Detection("warning", f"the learning rate is {peak or 0.0:.2g}", (seen,), fixes=fixes)
     norm = run.table.series(_NORM).values
-    moved = run.facts.bypass_mode and (run.facts.updates_per_batch or 1) > 1 and not _are_stale(run)
-    if not moved or len(series) < th.MOVE_STEPS or not len(norm):
+    key, sizes = _sizes_of_updates(run)
+    if not len(sizes) or not len(norm):
         return Skipped("no metric shows how far the updates of a batch move the policy")
-    most = int(np.argmax(series.values))
-    size = float(series.values[most])
+    most = int(np.argmax(sizes.values))
+    size = float(sizes.values[most])
     if not 0.0 < size < TINY_UPDATE or not np.median(norm) or run.has_gained or run.has_learned:
         return None
     message = f"the updates hardly move the policy: by {size:.1g} nats per token and batch at most"
-    fixes = (_rate_for(run, Series(series.steps[most : most + 1], series.values[most : most + 1])),)
+    cut = run.table.series(th.TRUNCATED.key).values
+    is_mostly_cut = len(cut) > 0 and np.median(cut) > th.TRUNCATED.tiers[-1][1]
     return Detection(
-        "warning", message, (_update_seen(series, most),), fixes=fixes, since=int(series.steps[0])
+        "warning",
+        message,
+        (replace(_update_seen(sizes, most), metric=key),),
+        fixes=(_rate_for(run, Series(sizes.steps[most : most + 1], sizes.values[most : most + 1])),),
+        since=int(run.table.steps[0]),
+        # A policy that stays where it is does not learn to end its responses either.
+        explains=None if is_mostly_cut else ("flat-reward", "truncated"),
     )
+
+
+def _sizes_of_updates(run: RunLog) -> tuple[str, Series]:
+    """Nats per token by which the updates of single batches move the policy, and the metric; empty: unknown.
+
+    In bypass mode with fresh samples it is the k3 to the sampling policy. Otherwise `actor/ppo_kl`, the mean
+    log-ratio of N tokens, shows it: if the log-ratios of single tokens vary around 0 with a mean square of
+    2 s, s in nats, then their mean varies with one of 2 s / N, and of more if they depend on each other.
+    """
+    none = Series(np.empty(0, dtype=np.int64), np.empty(0))
+    if (run.facts.updates_per_batch or 1) < 2:
+        return "", none
+    if run.facts.bypass_mode:
+        series = run.table.series(th.K3.key)
+        return th.K3.key, none if _are_stale(run) or len(series) < th.MOVE_STEPS else series
+    kl = run.table.series(_PPO_KL)
+    lengths = run.table.series(th.LENGTH).values
+    num_responses = run.facts.batch_size
+    if run.facts.bypass_mode is None or num_responses is None or not len(lengths):
+        return "", none
+    if len(kl) < th.MOVE_STEPS or is_rounded(run.table):
+        return "", none
+    num_tokens = num_responses * float(np.mean(lengths))
+    squares = np.convolve(kl.values**2, np.full(th.WINDOW, 1.0 / th.WINDOW), "valid")
+    return _PPO_KL, Series(kl.steps[th.WINDOW - 1 :], num_tokens * squares / 2.0)
 
 
 def _are_stale(run: RunLog) -> bool:

@@ -123,7 +123,7 @@ FLAT_REWARD = 0.05
 #: Rules of figures that a gap between the policies changes.
 GAP_RULES = (
     *("sampled-otherwise", "probability-gap", "policy-gap", "token-error", "stale-weights"),
-    *("weight-mean", "effective-samples", "hidden-tail", "rejected"),
+    *("weight-mean", "effective-samples", "hidden-tail", "rejected", "who-sampled"),
 )
 #: Rules of what a damaged policy does, without and with those of its length.
 REWARD_RULES = (

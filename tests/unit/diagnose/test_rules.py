@@ -97,6 +97,16 @@ fallen = always(val__addition__reward_mean=lambda s: None if s % 5 else 1 - s / 
 #: The learning rate is 1e-5.
 large_updates = corr(k3_kl=lambda s: 0.3 if s > 30 else 1e-3)
 small_updates = both(corr(k3_kl=lambda s: 3e-9), always(critic__score__mean=0.3))
+
+
+def mean_log_ratios(nats, responses=1024, length=100.0):
+    """`actor/ppo_kl` of updates of this size in nats: the mean of that many independent log-ratios."""
+    draw = random.Random(3)
+    spread = (2.0 * nats / (responses * length)) ** 0.5
+    kl = {step: draw.gauss(0.0, spread) for step in range(1, 500)}
+    return always(actor__ppo_kl=lambda s: kl[s], critic__score__mean=0.3, response_length__mean=length, **{})
+
+
 FELL = {"critic__score__mean": lambda s: 0.5 if s <= 30 else 0.1}
 at_reference = always(actor__kl_loss=1e-3, critic__score__mean=0.3)
 terms = "reward.terms=[{name: exact}, {name: multiple_choice, weight: 3}]"
@@ -239,6 +249,7 @@ TRIGGERS = {
     ],
     "small-updates": [
         ("warning", small_updates, []),
+        ("warning", mean_log_ratios(1e-8), [DECOUPLED, PPO]),
         ("warning", always(), ["actor.lr=0"]),
         ("warning", always(actor__lr=lambda s: 1e-12 * s), []),
     ],
@@ -556,6 +567,8 @@ def test_the_page_of_rules_lists_every_rule():
         ("large-updates", corr(k3_kl=0.3), [DECOUPLED, PPO]),  # of the engines
         ("large-updates", both(large_updates, always(training__staleness_max=2.0)), []),
         ("small-updates", small_updates, [DECOUPLED]),
+        ("small-updates", mean_log_ratios(3e-5), [DECOUPLED, PPO]),
+        ("small-updates", mean_log_ratios(1e-8), [DECOUPLED, PPO, "actor.ppo_mini_batch_size=null"]),
         ("small-updates", corr(k3_kl=3e-9), []),  # it learns
         ("small-updates", always(actor__lr=lambda s: 1e-10 * s), []),
         ("frozen", always(actor__grad_norm=1.0), []),  # the norm after clipping

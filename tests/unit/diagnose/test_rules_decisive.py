@@ -33,6 +33,49 @@ def test_who_sampled_is_the_first_event_and_explains_the_gap_and_the_reward():
     assert all(one.because_of == "who-sampled" for one in others if one.severity != "info")
 
 
+UNKNOWN = DumpEvidence(who_sampled="none of the kept weights", wrong_sampler="unknown", fix="compare")
+
+
+@pytest.mark.parametrize(
+    ("rule", "dumps", "columns"),
+    [
+        ("missing-log-probs", UNKNOWN, {f"{CORR}rollout_log_ppl": 0.0, K3: 0.4}),
+        ("policy-gap", UNKNOWN, {f"{CORR}kl": 0.4}),
+        (
+            "sampler-log-probs",
+            replace(ACCUSED, alarm_step=1, who_sampled="none", wrong_sampler="unknown"),
+            {},
+        ),
+    ],
+)
+def test_weights_that_nobody_knows_explain_nothing_that_another_rule_names(rule, dumps, columns):
+    """Any gap looks like weights that the run never had."""
+    diagnosis = with_dumps(dumps, **columns)
+    assert diagnosis.findings[0].rule == rule
+    [unknown] = [finding for finding in diagnosis.findings if finding.rule == "who-sampled"]
+    assert unknown.because_of == rule
+
+
+def test_unknown_weights_alone_are_a_warning():
+    [finding] = [each for each in with_dumps(UNKNOWN).findings if each.severity != "info"]
+    assert (finding.rule, finding.severity) == ("who-sampled", "warning")
+
+
+@pytest.mark.parametrize(("cut", "first"), [(0.1, "constant-reward"), (0.95, "truncated")])
+def test_a_constant_reward_explains_what_a_policy_without_signal_does(cut, first):
+    """Unless nearly all were cut off from the first step, which a grader may answer with one value."""
+    columns = {f"critic/score/{end}": [-1.0] * 60 for end in ("mean", "max", "min")} | {
+        "response_length/clip_ratio": [cut] * 15 + [0.95] * 45,
+        "actor/ppo_kl": noisy([1e-3] * 15 + [0.2] * 45),
+        "critic/vf_explained_var": [-50.0] * 60,
+    }
+    diagnosis = diagnosis_of(Facts(bypass_mode=False, updates_per_batch=2), **columns)
+    assert diagnosis.findings[0].rule == first
+    others = [each for each in diagnosis.findings[1:] if each.severity != "info"]
+    assert {each.rule for each in others} >= {"large-updates", "truncated"} - {first}
+    assert all(each.because_of == first for each in others)
+
+
 def test_dumps_as_recorded_accuse_nobody():
     dumps = DumpEvidence(who_sampled="as recorded", sampler="nothing speaks against it")
     diagnosis = with_dumps(dumps)

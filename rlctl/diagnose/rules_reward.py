@@ -392,7 +392,7 @@ def constant_reward(run: RunLog) -> Detection | Skipped | None:
     each = ((key, value), (alike, spread))
     seen = tuple(evidence_over(steps, name, f"{logged[0]:g} on these steps") for name, logged in each)
     cut = run.table.series(th.TRUNCATED.key).values[: th.START_STEPS]
-    # From the start on, the limit may be why all get one value; later on, a policy without a signal reaches it.
+    # At the start the limit may be why all get one value; later on, a policy without a signal reaches it.
     started_uncut = len(cut) > 0 and float(np.median(cut)) < MOSTLY_CUT
     return Detection(
         "critical" if is_long else "warning",

@@ -68,5 +68,6 @@ def test_token_weights_keep_no_index_of_the_tokens() -> None:
     """Two columns of int64 were half of the memory that a correction at token level needs."""
     units = Units.of_responses(torch.tensor([3, 5]))
     assert units.token.lengths.untyped_storage().nbytes() == 8
-    correct(-torch.ones(8), -torch.ones(8), units, CorrectionRules(WeightRule("token", "truncate", upper=2.0)))
+    rules = CorrectionRules(WeightRule("token", "truncate", upper=2.0))
+    correct(-torch.ones(8), -torch.ones(8), units, rules)
     assert "index" not in vars(units.sequence)

@@ -259,7 +259,8 @@ class Registry(Mapping[str, Callable[..., Any]]):
         Raises:
             UsageError: there is none, or the user's file or the package cannot be imported.
         """
-        self._load()
+        if not is_file_function(name):
+            self._load()
         if name in self._parts:
             return self._parts[name]
         kind = self._with_argument(name)

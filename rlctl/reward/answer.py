@@ -6,6 +6,7 @@ import re
 from collections.abc import Iterator
 from dataclasses import dataclass
 
+from rlctl.lazy import lazy_pattern
 from rlctl.markup import group_end
 from rlctl.reward.assertion import asserted_part, is_asserted
 from rlctl.reward.continuations import is_harmless, leaves_mark
@@ -50,50 +51,50 @@ class Place:
     rest: str = ""  # what follows a marked answer, if it announces an answer again
 
 
-_DIGIT = re.compile(r"\d")
+_DIGIT = lazy_pattern(r"\d")
 #: A number, which may be π without a digit.
-_NUMBER = re.compile(r"\d|\\pi(?![a-z])")
-_CONTENT = re.compile(r"\w")
+_NUMBER = lazy_pattern(r"\d|\\pi(?![a-z])")
+_CONTENT = lazy_pattern(r"\w")
 #: Special tokens of chat templates, written as text; the first one ends the response.
-_TURN_END = re.compile(
+_TURN_END = lazy_pattern(
     r"<\|(?:eot_id|im_end|im_start|endoftext|end_of_text|end|eom_id|start_header_id|user|assistant)\|>"
     r"|<\|(?:return|call)\|>|</s>|<eos>|<(?:end|start)_of_turn>|\[/?INST\]"
 )
 #: A line that starts another exercise, which some models write after their answer.
-_NEXT_QUESTION = re.compile(
+_NEXT_QUESTION = lazy_pattern(
     r"^[#* \t>\-\[]*(?:Q|(?:Next |New |Another )?(?:Question|Problem|Exercise|Example)|Human|User"
     r"|Instruction)(?P<number>\s*#?\d+)?[\]*\s]*[:.](?!\d)",
     re.MULTILINE | re.IGNORECASE,
 )
 #: A line that starts text after the answer, such as a check or a remark.
-_AFTERWORD = re.compile(
+_AFTERWORD = lazy_pattern(
     r"^[#* \t>\-(]*(?:note\b|check\b|verif|double[- ]check|to (?:verify|check)"
     r"|let(?:'|’)?s (?:verify|check|double)|explanation\b|(?:i )?hope (?:this|that)"
     r"|let me know|P\.?S\b|disclaimer)",
     re.MULTILINE | re.IGNORECASE,
 )
-_CORRECTION = re.compile(
+_CORRECTION = lazy_pattern(
     r"\b(?:wait|actually|correction|mistake|sorry|oops|incorrect|re-?check|let me re)\b", re.IGNORECASE
 )
 
 #: A box, also without braces: `\boxed 42`, up to the end of the formula, line or sentence.
-_BOX = re.compile(
+_BOX = lazy_pattern(
     r"\\(?:boxed|fbox|framebox)(?:\s*\{|\s*(?=[-+.]?\d|\\[A-Za-z])(?P<bare>(?:[^$\n\\.]|\.(?=\d)|\\[^)\]])+))"
 )
 #: A sign before a box: `$x=-\\boxed{5}$`. After white space at the start of a line it is a bullet.
-_SIGN = re.compile(r"(?:[=$]|\\[\[(])\s*(-|\\pm)\s*\Z|^(-)\Z", re.MULTILINE)
+_SIGN = lazy_pattern(r"(?:[=$]|\\[\[(])\s*(-|\\pm)\s*\Z|^(-)\Z", re.MULTILINE)
 #: Text between boxes that form one answer: "\\boxed{1} and \\boxed{2}".
-_BETWEEN = re.compile(
+_BETWEEN = lazy_pattern(
     r"(?:[\s,;.$]|\\[,;:! ()\[\]]|\\q?quad|\\text\w*\s*\{\W*(?:and|or)?\W*\}"
     r"|\(?\b(?:and|or|maybe|perhaps|possibly|else)\b|\b[a-z](?:_\w)?\s*=)*"
 )
 #: Text before and after a box that is an operand: `2\boxed{7}`, `\boxed{7}^2`, `\boxed{7}$ million`.
-_OPERATOR = re.compile(
+_OPERATOR = lazy_pattern(
     r"(?:\d|(?<![A-Za-z\\])[A-Za-z]|\\(?:[lr]?vert|lfloor|lceil)\s*|[_^]\s*\{?|\d\s*\(|(?<=0)\.|[\d)}]\s*[+*/×÷^]\s*|[\d)}][-−]|\$[^$\n]{0,80}[\d)}A-Za-z]\s*[-−]\s*|\\(?:cdot|times|div)\s*"
     r"|\\(?:sqrt|[dtc]?frac)\s*(?:\[\w+\]|\{[^{}]*\})?\s*\{[^{}]*"
     r"|\\(?:log|ln|lg|exp|(?:arc)?(?:sin|cos|tan))(?:_(?:\w|\{\w{1,4}\}))?\s*(?:\\left\s*)?\(?\s*)\Z"
 )
-_OPERAND_OF = re.compile(
+_OPERAND_OF = lazy_pattern(
     r"\.?\d|(?:,|\{,\})\d|(?:\\[,!: ]|~)\d{3}(?!\d)|(?:st|nd|rd|th)\b|'+\s*\$"
     r"|(?:[\s$;|&,]|\\[ ,;:!()\[\]]|\\(?:mid|vert|q?quad)(?![a-z])|\b(?:and|or)\b)++-?\d[\d.]*[\s$.)\]]*\Z"
     r"|\{\s*-?\d|!(?=\s*(?:\$|\\[)\]]))|\s*(?:[-+*/×÷^]\s*[({]*\s*-?\d|\\(?:cdot|times|div|pi|sqrt|[dtc]?frac)(?![a-z])(?!\s*\\text)"
@@ -102,11 +103,11 @@ _OPERAND_OF = re.compile(
     rf"|(?<!\s)[A-Za-z](?![A-Za-z]))|(?:[\s~$]|\\[)\]]|\\text\w*\s*\{{)*(?:{'|'.join(SCALES)})s?\b"
 )
 _AROUND = replacements("around", re.IGNORECASE)
-_HASH = re.compile(r"####+(?!#)[ \t]*(?:\n\s*)?(?P<line>[^\n]*)")
+_HASH = lazy_pattern(r"####+(?!#)[ \t]*(?:\n\s*)?(?P<line>[^\n]*)")
 #: `#### Step 2` and `#### 2. Add them up` are headings.
-_HEADING = re.compile(r"\s*(?:\d+[.):]\s+\S|\**[A-Za-z]+[a-z ]*\d*\**\s*:?\**\s*$|[A-Za-z]{2,})")
-_TAG = re.compile(r"<answer>(?P<text>.*?)(?:</answer>|$)", re.DOTALL | re.IGNORECASE)
-_WORD = re.compile(rf"[^\W\d_]{{2,}}|{FOREIGN}+")
+_HEADING = lazy_pattern(r"\s*(?:\d+[.):]\s+\S|\**[A-Za-z]+[a-z ]*\d*\**\s*:?\**\s*$|[A-Za-z]{2,})")
+_TAG = lazy_pattern(r"<answer>(?P<text>.*?)(?:</answer>|$)", re.DOTALL | re.IGNORECASE)
+_WORD = lazy_pattern(rf"[^\W\d_]{{2,}}|{FOREIGN}+")
 _JOINT = r"[\"'*_`\s]*"
 _IS_IN_ENGLISH = (
     r"(?<!\bif )(?<!\bif the )(?<!whether )(?<!whether the )\banswers?(?:\s+(?:to|for|of)\b[^.\n:]{0,100}?)?"
@@ -128,53 +129,53 @@ _LABEL_ELSEWHERE = rf"(?:{in_languages('answer')}){_JOINT}:{_JOINT}"
 _FLAGS = re.IGNORECASE | re.MULTILINE
 #: Announcements and labels of the answer, by whether other languages than English are read.
 _IS = {
-    False: re.compile(_IS_IN_ENGLISH, _FLAGS),
-    True: re.compile(f"{_IS_IN_ENGLISH}|{_IS_ELSEWHERE}", _FLAGS),
+    False: lazy_pattern(_IS_IN_ENGLISH, _FLAGS),
+    True: lazy_pattern(f"{_IS_IN_ENGLISH}|{_IS_ELSEWHERE}", _FLAGS),
 }
 _LABEL = {
-    False: re.compile(_LABEL_IN_ENGLISH, _FLAGS),
-    True: re.compile(f"{_LABEL_IN_ENGLISH}|{_LABEL_ELSEWHERE}", _FLAGS),
+    False: lazy_pattern(_LABEL_IN_ENGLISH, _FLAGS),
+    True: lazy_pattern(f"{_LABEL_IN_ENGLISH}|{_LABEL_ELSEWHERE}", _FLAGS),
 }
-_SENTENCE_END = re.compile(
+_SENTENCE_END = lazy_pattern(
     r"(?<!\bapprox)(?<!\bmin)(?<!\bmax)(?<!\bMr)(?<!\bMrs)(?<!\bMs)(?<!\bDr)(?<!\bvs)(?<!\be\.g)(?<!\bi\.e)"
     r"(?:[.?]|!(?!\s*(?:\$|\\[)\]])))[\"')*\]$]*\s+(?!\\[\])])(?=\S)|\n+"  # not the factorial in $5!$
 )
 #: A derivation in lines, which may be broken before a relation.
-_DERIVATION = re.compile(
+_DERIVATION = lazy_pattern(
     r"\\begin\s*\{((?:align(?:ed|at)?|gather(?:ed)?|split|eqnarray|multline|equation)\*?)\}"
     r"(?:\[\w\])?(?:\{\d\})?(.*?)"
     r"\\end\s*\{\1\}",
     re.DOTALL,
 )
 #: Text that Markdown or HTML strikes out.
-_STRUCK_OUT = re.compile(
+_STRUCK_OUT = lazy_pattern(
     r"(?<!~)~~(?![~\s])[^~\n]{1,200}+~~(?!~)|<(del|strike|s)>[^<>\n]{1,200}+</\1>", re.IGNORECASE
 )
 #: A line across the page in Markdown, and the mark of a quotation or, before bold text, of an item; before a
 #: number `>` is a bound and `-` a sign.
-_RULE = re.compile(r"^[ \t]*(?:(?:-[ \t]*){3,}|(?:\*[ \t]*){3,}|(?:_[ \t]*){3,})$", re.MULTILINE)
-_QUOTED = re.compile(r"^[ ]{0,3}(?:>[ ](?=[A-Z*#_]|\\boxed\b)|-[ ]+(?=\*\*))", re.MULTILINE)
-_LINE_END = re.compile(r"\\\\(?:\[[^\]]*\])?")
-_RELATION = re.compile(r"\s*(?:[=<>≤≥≈]|\\(?:approx|[lg]eq?|equiv|sim)(?![a-z]))")
-_ARROW = re.compile(
+_RULE = lazy_pattern(r"^[ \t]*(?:(?:-[ \t]*){3,}|(?:\*[ \t]*){3,}|(?:_[ \t]*){3,})$", re.MULTILINE)
+_QUOTED = lazy_pattern(r"^[ ]{0,3}(?:>[ ](?=[A-Z*#_]|\\boxed\b)|-[ ]+(?=\*\*))", re.MULTILINE)
+_LINE_END = lazy_pattern(r"\\\\(?:\[[^\]]*\])?")
+_RELATION = lazy_pattern(r"\s*(?:[=<>≤≥≈]|\\(?:approx|[lg]eq?|equiv|sim)(?![a-z]))")
+_ARROW = lazy_pattern(
     r"\s*(?:\\(?:implies|Rightarrow|Longrightarrow|iff|Leftrightarrow|therefore)(?![a-z])|=>)\s*"
 )
-_ASSIGNMENT = re.compile(r"\s*[A-Za-z](?:_\w)?\s*=[^=]*")
-_SENTENCE = re.compile(r"(?:[^\n.?!]|[.?!](?!\s))+[.?!]?\s*|[\n.?!]\s*")
+_ASSIGNMENT = lazy_pattern(r"\s*[A-Za-z](?:_\w)?\s*=[^=]*")
+_SENTENCE = lazy_pattern(r"(?:[^\n.?!]|[.?!](?!\s))+[.?!]?\s*|[\n.?!]\s*")
 #: What other languages write otherwise than English.
-_FOREIGN_NUMBER = re.compile(r"\d[., ]\d")
+_FOREIGN_NUMBER = lazy_pattern(r"\d[., ]\d")
 #: A sentence that is cut off before its number: "20 cups in the final meal, the total number of cups".
-_BROKEN_OFF = re.compile(r",\s+[A-Za-z']+\s+[A-Za-z']+\s+[^\d,.!?]*[A-Za-z]\s*$")
+_BROKEN_OFF = lazy_pattern(r",\s+[A-Za-z']+\s+[A-Za-z']+\s+[^\d,.!?]*[A-Za-z]\s*$")
 #: Text after an answer that gives its reason.
-_REASON = re.compile(
+_REASON = lazy_pattern(
     r",?\s+(?:(?:because|since)\s|as (?:required|desired|expected|claimed|needed|wanted|stated)\b).*",
     re.DOTALL | re.IGNORECASE,
 )
-_DANGLING = re.compile(r"[-+*/×÷·=^(]\s*$")
+_DANGLING = lazy_pattern(r"[-+*/×÷·=^(]\s*$")
 
 
 #: Formulas in prose: \\( \\), \\[ \\], $$ $$, and $ $ where the dollar signs are not currency.
-MATHS = re.compile(
+MATHS = lazy_pattern(
     r"\\\((.+?)\\\)|\\\[(.+?)\\\]|\$\$(.+?)\$\$|(?<![\\\d$])\$(?![\s$])([^$\n]*[^\s$\\])\$(?!\d)"
     r"|(?<![\\\d$])\$ ([^$\n]+) \$(?!\d)",
     re.DOTALL,
@@ -288,12 +289,12 @@ def _is_operand(before: str, after: str) -> bool:
 
 #: Bars of an absolute value around a box.
 _BAR_BEFORE, _BAR_AFTER = (
-    re.compile(r"(?:^|[^|])(?:\\left\s*)?\|\s*\Z"),
-    re.compile(r"\s*(?:\\right\s*)?\|(?!\|)"),
+    lazy_pattern(r"(?:^|[^|])(?:\\left\s*)?\|\s*\Z"),
+    lazy_pattern(r"\s*(?:\\right\s*)?\|(?!\|)"),
 )
 #: A side of an equation before and after a box.
-_LEFT_SIDE = re.compile(r"([^=$\n:;,]{1,80})=\s*\Z")
-_RIGHT_SIDE = re.compile(r"\s*=\s*([^=$\n:;,]{1,80})")
+_LEFT_SIDE = lazy_pattern(r"([^=$\n:;,]{1,80})=\s*\Z")
+_RIGHT_SIDE = lazy_pattern(r"\s*=\s*([^=$\n:;,]{1,80})")
 
 
 def _is_unequal(before: str, answer: str, after: str) -> bool:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import re
 
+from rlctl.lazy import lazy_pattern
 from rlctl.reward.languages import in_languages
 
 #: Characters between words and a value.
@@ -171,14 +172,14 @@ _AFTER = (
     r"\s*(?:[-+/×÷=^(]|(?<=\s)\*|\\(?:cdot|times|div)(?![a-z]))[\s.]*$",
     rf"[^\w.!?\n]*+(?:{in_languages('not_after')})",
 )
-_IS_DENIED = re.compile(
+_IS_DENIED = lazy_pattern(
     rf"(?:(?<![A-Za-z])|(?=[^A-Za-z]))(?:{'|'.join(_BEFORE)}){_GAP}$",
     re.IGNORECASE,
 )
 _CLOSING = r"(?:\\[)\]]|[\s$)\]}*_\"'`.]|</\w+>)*+"
-_IS_DENIED_AFTER = re.compile(rf"{_CLOSING}(?:{'|'.join(_AFTER)})", re.IGNORECASE)
+_IS_DENIED_AFTER = lazy_pattern(rf"{_CLOSING}(?:{'|'.join(_AFTER)})", re.IGNORECASE)
 #: A sentence that withdraws what precedes it.
-_RETRACTION = re.compile(
+_RETRACTION = lazy_pattern(
     r"(?:\b(?:no|nope|wait|hmm+|hm|oh|oops|sorry|actually|but|however|hold on|unfortunately)\b"
     r"[\s,.!:–—-]*+){0,6}+"
     r"(?:\b(?:that|this|it|(?:this|that|the|my)(?: \w+)? (?:answer|result|value))\s?"
@@ -187,7 +188,7 @@ _RETRACTION = re.compile(
     re.IGNORECASE,
 )
 #: A sentence by which someone else is wrong: "He is mistaken."
-_SOMEONE_IS_WRONG = re.compile(
+_SOMEONE_IS_WRONG = lazy_pattern(
     r"\b(?:he|she|they|the (?:(?:text)?book|solution|(?:answer )?key|manual|author|teacher|student"
     r"|solver|website|calculator)"
     r"|(?-i:[A-Z])[a-z]+|(?:my|his|her|our|your|their) \w+)(?: (?:is|are|was|were)|['’](?:s|re))"
@@ -214,19 +215,21 @@ _TRACES = (
     *(" out", "fails", "no sense", "contradicts"),
 )
 #: The end of a text after which a sentence begins.
-_ENDED = re.compile(r"(?:\A|[.!?:;–—)\]}$>*]\s*|,\s*(?:but|yet)\s+|\n\s*)\Z")
-_TAG = re.compile(r"</?[A-Za-z]\w*>")
+_ENDED = lazy_pattern(r"(?:\A|[.!?:;–—)\]}$>*]\s*|,\s*(?:but|yet)\s+|\n\s*)\Z")
+_TAG = lazy_pattern(r"</?[A-Za-z]\w*>")
 #: A question by its word order, which states nothing.
-_QUESTION = re.compile(
+_QUESTION = lazy_pattern(
     r"(?:^|(?<=[.!?]\s)|(?<=\n))\s*(?:(?:so|but|then|now|wait|and),? )?"
     r"(?:is|are|was|were|does|do|did|can|could|would|will|might|may|should|what if|how about)\b"
     r"(?:[^.!?\n]|\.(?=\d))*\?",
     re.IGNORECASE,
 )
 #: A sentence that ends with a value and a question mark: "The answer is 42?"
-_DOUBTED = re.compile(r"(?:^|(?<=[.!?]\s)|(?<=\n))(?:[^.!?\n]|\.(?=\d))*+(?:(?<=[\d)\]}$*])|(?<=\b[A-J]))\?")
+_DOUBTED = lazy_pattern(
+    r"(?:^|(?<=[.!?]\s)|(?<=\n))(?:[^.!?\n]|\.(?=\d))*+(?:(?<=[\d)\]}$*])|(?<=\b[A-J]))\?"
+)
 #: A last sentence that names another answer: "Alternatively, 57.", "Wait, it's 57.", "Or it could be B."
-_ANOTHER = re.compile(
+_ANOTHER = lazy_pattern(
     r"(?<=[\d$)\]}*A-Ja-z])[\s*_)\]}$\"']*(?:\.{1,3}|[!?;,—–]|\n)[\s*_\"'(]*"
     r"(?:(?P<corrects>(?:(?:no|wait|hmm+|oops|sorry|actually|rather|correction|I mean(?:t)?|scratch that"
     r"|on second thought|hold on|my bad|wait a (?:minute|second|moment)|(?:just )?(?:kidding|joking)"
@@ -244,7 +247,7 @@ _ANOTHER = re.compile(
     re.IGNORECASE,
 )
 #: A last sentence or clause that accepts another value too: "43 works as well", "I prefer 43".
-_ACCEPTED_TOO = re.compile(
+_ACCEPTED_TOO = lazy_pattern(
     r"(?<![\w.,\\^])(?P<value>-?\d[\d.,]*(?<=\d))[$*)\]}\s]*+(?:[a-z]+\s+){0,2}?"
     r"(?:also (?:accepted|acceptable|possible|correct|right|valid|fine)\b"
     r"|(?:can|could|may|might|would|should) (?:also|equally|just as well|as well) (?:be|work|fit|do)\b"
@@ -262,18 +265,18 @@ _ACCEPTED_TOO = re.compile(
     re.IGNORECASE,
 )
 #: A last question that offers another value: "or was it 43?"
-_OR_ELSE = re.compile(
+_OR_ELSE = lazy_pattern(
     r"\b(?:or|maybe|perhaps)\s+[^.!?\n\d]{0,30}(?:-?\d[\d.,]*|\b(?-i:[A-J])\b)[^.!?\n]{0,20}\?\s*\Z",
     re.IGNORECASE,
 )
 #: A cross at the end, which marks an answer as wrong.
-_CROSSED = re.compile(r"[✗✘❌✖🚫]\s*\Z")
-_LAST_NUMBER = re.compile(r"(?<![\w.,\\^])(-?\d[\d.,]*(?<=\d))[^\d]*\Z")
-_CONCLUDES = re.compile(
+_CROSSED = lazy_pattern(r"[✗✘❌✖🚫]\s*\Z")
+_LAST_NUMBER = lazy_pattern(r"(?<![\w.,\\^])(-?\d[\d.,]*(?<=\d))[^\d]*\Z")
+_CONCLUDES = lazy_pattern(
     r"\b(?:only|so|thus|hence|therefore|that|conclude|answer is)\b[\s,:$*({\[]*\Z", re.IGNORECASE
 )
 #: Commands that are a space or around words in a formula.
-_SPACING = re.compile(r"\\[,;:! ]|\\q?quad(?![a-z])|~|\\(?:text\w*|mbox|mathrm)\s*\{([^{}]*)\}")
+_SPACING = lazy_pattern(r"\\[,;:! ]|\\q?quad(?![a-z])|~|\\(?:text\w*|mbox|mathrm)\s*\{([^{}]*)\}")
 #: Maximum characters before and after a value that are read.
 MAX_CHARS = 120
 #: Maximum blanks between two sentences.

@@ -18,6 +18,7 @@ from functools import lru_cache
 from itertools import chain
 from typing import TYPE_CHECKING, Any
 
+from rlctl.lazy import lazy_pattern
 from rlctl.registry import GRADERS
 from rlctl.reward.code_sources import PLAIN, CodeSource, code_source
 from rlctl.reward.pool import share_of_cores
@@ -37,14 +38,14 @@ if TYPE_CHECKING:
     from rlctl.run_spec.rollout import RewardSpec
 
 #: A fence in a line, also after text: of three marks or more, with a language and the rest of the line.
-_FENCE = re.compile(r"(?P<before>[^`~]*+)(?P<fence>`{3,}+|~{3,}+)[ \t]*+(?P<language>\w*+)(?P<rest>.*+)")
+_FENCE = lazy_pattern(r"(?P<before>[^`~]*+)(?P<fence>`{3,}+|~{3,}+)[ \t]*+(?P<language>\w*+)(?P<rest>.*+)")
 #: Tags around a program, as in the few-shot prompts of MBPP and in CodeLlama's.
-_TAGGED = re.compile(r"\[(?:BEGIN|PYTHON)\]")
-_ANSWER_TAG = re.compile(r"</?answer>", re.IGNORECASE)
-_TAG_END = re.compile(r"\[(?:DONE|END|/BEGIN|/PYTHON)\]")
+_TAGGED = lazy_pattern(r"\[(?:BEGIN|PYTHON)\]")
+_ANSWER_TAG = lazy_pattern(r"</?answer>", re.IGNORECASE)
+_TAG_END = lazy_pattern(r"\[(?:DONE|END|/BEGIN|/PYTHON)\]")
 #: HTML elements around a program; the first tag begins or ends its line, so that it is no text of a program.
 _ELEMENT, _WRAPPER = (
-    re.compile(
+    lazy_pattern(
         rf"(?:^[ \t]*|(?=<[^\n]{{0,200}}>[ \t]*\n))(?:<pre\b[^<>\n]*>[ \t]*)?<(?P<tag>{tags})\b[^<>\n]*>"
         r"(?P<code>(?:(?!<(?P=tag)\b).)*?)</(?P=tag)>",
         re.IGNORECASE | re.MULTILINE | re.DOTALL,
@@ -52,20 +53,20 @@ _ELEMENT, _WRAPPER = (
     for tags in ("code|python|pre", "answer|solution|program")
 )
 #: Lines of a quotation in Markdown, apart from sessions (`>>>`), and the mark of each.
-_QUOTATION = re.compile(r"(?:^[ ]{0,3}>(?!>>).*\n?)+", re.MULTILINE)
-_QUOTED = re.compile(r"^[ ]{0,3}>[ ]?", re.MULTILINE)
-_PYTHON = re.compile(r"i?py(?:thon)?\d*", re.IGNORECASE)
+_QUOTATION = lazy_pattern(r"(?:^[ ]{0,3}>(?!>>).*\n?)+", re.MULTILINE)
+_QUOTED = lazy_pattern(r"^[ ]{0,3}>[ ]?", re.MULTILINE)
+_PYTHON = lazy_pattern(r"i?py(?:thon)?\d*", re.IGNORECASE)
 #: Lines at the top level that only define: they print nothing.
-_ONLY_DEFINES = re.compile(
+_ONLY_DEFINES = lazy_pattern(
     r"\s*(?:(?:from|import|def|class|async[ \t]+def|sys\.setrecursionlimit|threading\.stack_size)\b"
     r"|[@#)\]}\"']|[\w., ]+=(?!=)|\Z)|[ \t]"
 )
 #: Names that a block defines at its top level; its imports and the functions and classes that it calls.
-_DEFINED = re.compile(r"^(?:async[ \t]+)?(?:def|class)[ \t]+(\w+)", re.MULTILINE)
-_SESSION = re.compile(r"\s*>>>")
-_USED = re.compile(r"\bimport\b.*|(?<![.\w])\w+(?=[ \t]*\()")
+_DEFINED = lazy_pattern(r"^(?:async[ \t]+)?(?:def|class)[ \t]+(\w+)", re.MULTILINE)
+_SESSION = lazy_pattern(r"\s*>>>")
+_USED = lazy_pattern(r"\bimport\b.*|(?<![.\w])\w+(?=[ \t]*\()")
 #: A decimal number, short enough for Python to read.
-_NUMBER = re.compile(r"[+-]?(?=.{1,400}\Z)(?:\d+(?:\.\d*)?|\.\d+)(?:[eE][+-]?\d+)?", re.ASCII)
+_NUMBER = lazy_pattern(r"[+-]?(?=.{1,400}\Z)(?:\d+(?:\.\d*)?|\.\d+)(?:[eE][+-]?\d+)?", re.ASCII)
 
 
 def _known_responses(ground_truth: str) -> KnownResponses:

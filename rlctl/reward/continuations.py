@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 
+from rlctl.lazy import lazy_pattern
 from rlctl.reward import number_words
 from rlctl.reward.foreign_statements import is_doubted
 from rlctl.reward.statement_words import (
@@ -43,7 +44,7 @@ _NEGATED = frozenset({"do", "did", "are", "were", "have", "could", "can", "would
 _CURRENCIES = frozenset("$€£")
 _REASONS = frozenset({"because", "since", "given", "due"})
 _DENIES_OTHERS = frozenset({"not", "rather", "instead", "unlike"})
-_FROM_NOW = re.compile(r"(?:second|minute|hour|day|week|month|year)s? (?:from now|later|ago)\b")
+_FROM_NOW = lazy_pattern(r"(?:second|minute|hour|day|week|month|year)s? (?:from now|later|ago)\b")
 _TIMED = words_of("timed")
 _EXTREMES = frozenset({"best", "worst", "least", "most", "minimum", "maximum", "all"})
 _OF_A_PART = frozenset({"for", "in", "during", "of", "on"})
@@ -52,10 +53,10 @@ _CONTINUES = frozenset(
 )
 _DOUBTS = "?✗✘❌✖🚫👎⛔"
 CROSSES = "✗✘❌✖🚫👎⛔?<>^+≠×÷"
-_SINGULAR = re.compile(r"[$€£]?(?:-?[01](?:\.0+)?|0?\.\d+|0\.\d+|\d+/\d+|one|half)")
-_SENTENCE_END = re.compile(r"(?<=[.!?…])[\s\"')\]*$}]+(?=\S)|\n+")
+_SINGULAR = lazy_pattern(r"[$€£]?(?:-?[01](?:\.0+)?|0?\.\d+|0\.\d+|\d+/\d+|one|half)")
+_SENTENCE_END = lazy_pattern(r"(?<=[.!?…])[\s\"')\]*$}]+(?=\S)|\n+")
 #: A formula for which a value is meant: "34 integers n with 1 ≤ n ≤ 200", "34 when N is divided by 100".
-FOR_WHICH = re.compile(
+FOR_WHICH = lazy_pattern(
     r",?\s+(?:with|for|where|when|such that|if|at|in|on|that satisfy|satisfying)\s+"
     r"(?:all |every |any |the )?(?:integers? )?"
     r"[$\s\\(\[{|]*(?:-?\d[\d.,]*|[A-Za-z](?![a-z]))[$\s]*(?:(?:[-+^_\d]|[()|]|\s)*(?:[=<>≤≥∈,]|\\[lg]eq?|\\in\b"
@@ -290,7 +291,7 @@ def is_harmless(text: str, value: str) -> bool:
     return True
 
 
-_POLITE = re.compile(
+_POLITE = lazy_pattern(
     r"\W*(?:(?:I hope|hope|let me know|feel free|if you|please|is there|would you|do you|have a|thank)\b"
     r"|it can(?:not|['’]t) be anything else\b|nothing else (?:works|fits)\b"
     r"|no other (?:solution|value|answer)s? (?:exists?|works?|fits?)\b"
@@ -302,11 +303,11 @@ _POLITE = re.compile(
     r"|(?:yes|correct|right|done|qed|verified)\W*\Z|(?:example|question|problem) \d+\W*\Z)",
     re.I,
 )
-_EXPLAINS = re.compile(
+_EXPLAINS = lazy_pattern(
     rf"\W*(?:{'|'.join(LISTS['following']['explains'].split()).replace('-', ' ')})\b", re.I
 )
 #: A later sentence that says what is asked: the answer before it is another quantity ("We need boys.").
-_ASKED = re.compile(
+_ASKED = lazy_pattern(
     r"\W*(?:(?:and|so|but|yet|while|whereas|now|here|what)\W+)*"
     r"(?:we|I|you|they|one|the (?:question|problem|task|exercise|prompt))\b[^.\n]{0,20}?"
     r"\b(?:needs?|needed|wants?|wanted|seeks?|asks?|asked|asking|look(?:ing)? for|requires?|requested"
@@ -314,7 +315,7 @@ _ASKED = re.compile(
     re.I,
 )
 _WITHDRAWS = words_of("withdraws", "following")
-_WITHDRAWAL = re.compile(
+_WITHDRAWAL = lazy_pattern(
     rf"(?:\A|[.!?\n])[\s*_]*(?:wait\b|hmm+|nope\b|no[,.!]|no\s*[—–-]|not\b(?! doubt))"
     rf"|\b(?:{'|'.join(_WITHDRAWS)}|hold on|not the (?:final )?answer"
     r"|should(?: have| ha[sd])? be(?:en)?|(?:actually|wait|hmm+|no|nope|however|but)[,.!]?"

@@ -19,43 +19,44 @@ import sympy  # type: ignore[import-untyped]
 from latex2sympy2_extended.latex2sympy2 import ConversionConfig
 from math_verify import grader
 
+from rlctl.lazy import lazy_pattern
 from rlctl.reward.limits import is_too_large
 from rlctl.reward.numbers import SCALES, Number, in_digits, replaced, replacements
 
 #: Texts that the parser misreads: times of day (6:30 as 1/5), ratios (1:2:3 as 1/6),
 #: feet and arc minutes (5'6'' as 56), sums with dots (it drops the dots), numbers side by side (3 4 as 7).
-_NO_EXPRESSION = re.compile(
+_NO_EXPRESSION = lazy_pattern(
     r"\d{1,2}:\d\d(?!\d)|.*\d\s*'|.*:.*:|.*\\[lcd]?dots|.*\.\.\.[,+]"
     r"|.*(?<![_^])(?<!frac )(?<!binom )\d(?:\\[ ,;:!]|\\q?quad|[\s~])+\d",
     re.DOTALL,
 )
 #: An operator at the end: a formula that is cut off.
-_UNFINISHED = re.compile(r"(?:[-+*/=^(]|\\(?:times|cdot|div|pm|mp|cup|cap|frac|sqrt)(?![a-z]))[\s~]*$")
+_UNFINISHED = lazy_pattern(r"(?:[-+*/=^(]|\\(?:times|cdot|div|pm|mp|cup|cap|frac|sqrt)(?![a-z]))[\s~]*$")
 _INTEGERS = r"\\[dtc]?frac\s*(?:\{\s*\d+\s*\}|\d)\s*(?:\{\s*\d+\s*\}|\d)"
 #: A matrix as programs write it: [[1,2],[3,4]].
-_NESTED_LIST = re.compile(r"\[\s*(\[[^\[\]]*\](?:\s*,\s*\[[^\[\]]*\])*)\s*\]")
+_NESTED_LIST = lazy_pattern(r"\[\s*(\[[^\[\]]*\](?:\s*,\s*\[[^\[\]]*\])*)\s*\]")
 #: A difference, or a range if the second number is larger: 50-8, 3-5.
-_RANGE = re.compile(r"\s*(\d+)\s*-\s*(\d+)\s*$")
+_RANGE = lazy_pattern(r"\s*(\d+)\s*-\s*(\d+)\s*$")
 #: A mixed number: 2\frac{3}{4}, 2 3/4.
-_MIXED = re.compile(
+_MIXED = lazy_pattern(
     r"(?<![\w.^_\\}])(?<!\d,)(?<!frac )(\d+)(?:\\[ ,;:!]|[\s~])*"
     rf"({_INTEGERS}|(?<=[\s~])\d+\s*/\s*\d+(?!\d))"
 )
 #: A product without its sign, which the parser would read as a mixed number: 3(4), (3)(4).
-_PRODUCT = re.compile(
+_PRODUCT = lazy_pattern(
     r"((?:(?<![\w.^_\\])|(?<=\\cdot)|(?<=\\times))\d+|\))\s*"
     rf"(?=(?:\\left\s*)?\(\s*(?:\d+(?:\s*/\s*\d+)?|{_INTEGERS})\s*(?:\\right\s*)?\))"
 )
 #: A system of equations, and the ends of its lines.
-_SYSTEM = re.compile(
+_SYSTEM = lazy_pattern(
     r"(?:\\left\s*)?(?:\\\{\s*)?\\begin\{(?:cases|array|aligned)\}(?:\{[lcr]+\})?"
     r"([^&]*?)\\end\{(?:cases|array|aligned)\}(?:\s*\\right\s*\.)?"
 )
-_ROW_END = re.compile(r"[,;\s]*\\\\\s*(?=\S)")
-_OR = re.compile(r"\s*(?:\bor\b|\\(?:text\w*|mbox|hbox|mathrm)\s*\{\s*or\s*\})\s*")
+_ROW_END = lazy_pattern(r"[,;\s]*\\\\\s*(?=\S)")
+_OR = lazy_pattern(r"\s*(?:\bor\b|\\(?:text\w*|mbox|hbox|mathrm)\s*\{\s*or\s*\})\s*")
 #: The index of a name: of x_1 and x_{12}.
-_INDEX = re.compile(r"_\{?\d+\}?$|(?<=[A-Za-z])\d+$")
-_PRIMES = re.compile(r"([A-Za-z])\s*('+)")
+_INDEX = lazy_pattern(r"_\{?\d+\}?$|(?<=[A-Za-z])\d+$")
+_PRIMES = lazy_pattern(r"([A-Za-z])\s*('+)")
 _NOTATIONS = replacements("of_parser")
 #: Upright text that may be a unit, with its power; "or more" is not one.
 _UPRIGHT = (
@@ -65,7 +66,7 @@ _UPRIGHT = (
 _LETTERS = r"\s*(?:[ckm]?m|[mk]?g|mi|ft|in|km|lb|kJ|J|N|L)(?:\s*\^\s*\{?\d\}?)?\s*"
 _PER = r"\s*(?:[hs]|hr|min|sec|[ckm]?m|L|kg|mol)(?:\s*\^\s*\{?\d\}?)?\s*"
 #: Units after an expression: text with its power, and degrees.
-_UNITS = re.compile(
+_UNITS = lazy_pattern(
     rf"(?:\\[ ,;:!]|[\s~])*(?:(?:{_UPRIGHT}(?:\s*\\cdot\s*{_UPRIGHT})?"
     rf"|\\[dt]?frac\s*\{{{_UPRIGHT}\}}\s*\{{{_UPRIGHT}\}}"
     rf"|(?<=\d)\s+\\[dt]?frac\s*\{{{_LETTERS}\}}\s*\{{{_PER}\}})"
@@ -76,14 +77,14 @@ _DEGREE = (
     r"\s*(?:\^\s*\{?\s*\\circ\s*\}?|\\degree(?![a-z])|°"
     r"|(?:\\(?:text|mathrm|mbox)\s*\{\s*)?\bdegrees?\b\s*\}?)"
 )
-_OF_NUMBER = re.compile(r"(\d+(?:\.\d+)?|(?<![A-Za-z\\])[A-Za-z])" + _DEGREE)
-_OF_TERM = re.compile(_DEGREE)
+_OF_NUMBER = lazy_pattern(r"(\d+(?:\.\d+)?|(?<![A-Za-z\\])[A-Za-z])" + _DEGREE)
+_OF_TERM = lazy_pattern(_DEGREE)
 #: A logarithm without a base.
-_LOG = re.compile(r"\\log(?![a-z]|\s*_)")
+_LOG = lazy_pattern(r"\\log(?![a-z]|\s*_)")
 #: A text that is a number as programs print it, or 2e − 3.
-_AMBIGUOUS = re.compile(r"^\s*(\d+)[eE]([-+]?\d)\s*$")
+_AMBIGUOUS = lazy_pattern(r"^\s*(\d+)[eE]([-+]?\d)\s*$")
 #: Text that cannot precede a unit.
-_OPEN = re.compile(r"(?:[-+*/=<>^_(,;:|&]|\\(?!pi|infty|circ|degree)[A-Za-z]+)\s*$")
+_OPEN = lazy_pattern(r"(?:[-+*/=<>^_(,;:|&]|\\(?!pi|infty|circ|degree)[A-Za-z]+)\s*$")
 # `units=False`, because math-verify's list of units includes single letters: it would turn 3t into 3.
 _NORMALIZATION = latex2sympy2_extended.NormalizationConfig(
     basic_latex=True, units=False, malformed_operators=True, nits=True, boxed="none", equations=False

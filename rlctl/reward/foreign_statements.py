@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 
+from rlctl.lazy import lazy_pattern
 from rlctl.reward.languages import in_languages, language_of
 from rlctl.reward.statement_words import LISTS, NUMBER, tokens_of, without_formatting, words_of
 
@@ -42,7 +43,7 @@ def _names(words: str, text: str, language: str) -> bool:
 
 
 _FOREIGN_ARTICLES = words_of("foreign_articles")
-_COUNTER = re.compile(r"\s*(?:개|명|원|권|마리|달러|대|살|시간|분|일|킬로|미터)")
+_COUNTER = lazy_pattern(r"\s*(?:개|명|원|권|마리|달러|대|살|시간|분|일|킬로|미터)")
 
 
 def _has(phrase: str, sentence: str) -> bool:
@@ -50,9 +51,9 @@ def _has(phrase: str, sentence: str) -> bool:
 
 
 _WITHOUT_SPACES = frozenset({"chinese", "japanese", "korean", "thai"})
-_CURRENCY = re.compile(r"(?:\b(?:r|us)\s*)?[\s(\[$€£]*\Z")
-_FOREIGN_CLAUSE = re.compile(r"[;,，、—–]|\b(?:sino|sondern|mas|но|а|ma)\b")
-_ENDS_WITH_IS = re.compile(rf"(?<![^\W\d_])(?:{in_languages('is')})\s*\Z", re.I)
+_CURRENCY = lazy_pattern(r"(?:\b(?:r|us)\s*)?[\s(\[$€£]*\Z")
+_FOREIGN_CLAUSE = lazy_pattern(r"[;,，、—–]|\b(?:sino|sondern|mas|но|а|ma)\b")
+_ENDS_WITH_IS = lazy_pattern(rf"(?<![^\W\d_])(?:{in_languages('is')})\s*\Z", re.I)
 
 
 def is_doubted(text: str) -> bool:

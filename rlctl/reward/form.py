@@ -8,11 +8,12 @@ from collections.abc import Iterator, Mapping, Sequence
 from functools import lru_cache
 from typing import Any
 
+from rlctl.lazy import lazy_pattern
 from rlctl.registry import GRADERS
 from rlctl.reward.protocol import KnownResponses
 from rlctl.tool_calls import JSON, ToolCall, parse_calls
 
-_FENCE = re.compile(r"```(?:json|JSON)?[ \t]*\n(.*?)\n?[ \t]*```", re.DOTALL)
+_FENCE = lazy_pattern(r"```(?:json|JSON)?[ \t]*\n(.*?)\n?[ \t]*```", re.DOTALL)
 #: Places at which a JSON value in prose is tried.
 _MOST_TRIED = 200
 

@@ -12,6 +12,7 @@ import re
 from fractions import Fraction
 from functools import lru_cache
 
+from rlctl.lazy import lazy_pattern
 from rlctl.registry import GRADERS
 from rlctl.reward.answer import Place, places
 from rlctl.reward.numbers import SIGNS, calculate, plain
@@ -35,7 +36,7 @@ def exact(response: str, ground_truth: str) -> float:
 
 
 #: An option at the start of a ground truth: `B`, `(B)`, `B. 26`, `b) 26`.
-_OPTION = re.compile(r"[\s*_({\[]*(?:([A-J])|([a-j])(?=[).]))(?:[\s)\]}.:*_,]+|$)")
+_OPTION = lazy_pattern(r"[\s*_({\[]*(?:([A-J])|([a-j])(?=[).]))(?:[\s)\]}.:*_,]+|$)")
 
 
 @GRADERS.register(
@@ -65,11 +66,11 @@ def multiple_choice(response: str, ground_truth: str) -> float:
 #: Maximum characters of an equation that are read.
 MAX_EQUATION_CHARS = 1000
 #: A product without its sign, or with a letter for it: 4(25-3), 4 x 5.
-_PRODUCT = re.compile(r"(?<=[\d)])\s*(?:x\s*(?=[\d(])|(?=\())")
-_OPERATION = re.compile(r"[\d)]\s*[-+*/]")
-_CLAUSE_END = re.compile(r"[.;,](?=\s)|\n|\b(?:or|and|then|so)\b", re.IGNORECASE)
-_OR = re.compile(r"\b(?:or|alternatively)\b", re.IGNORECASE)
-_ARITHMETIC = re.compile(r"[\d+\-*/(). ]*\d[\d+\-*/(). ]*")
+_PRODUCT = lazy_pattern(r"(?<=[\d)])\s*(?:x\s*(?=[\d(])|(?=\())")
+_OPERATION = lazy_pattern(r"[\d)]\s*[-+*/]")
+_CLAUSE_END = lazy_pattern(r"[.;,](?=\s)|\n|\b(?:or|and|then|so)\b", re.IGNORECASE)
+_OR = lazy_pattern(r"\b(?:or|alternatively)\b", re.IGNORECASE)
+_ARITHMETIC = lazy_pattern(r"[\d+\-*/(). ]*\d[\d+\-*/(). ]*")
 
 
 def equation_of(response: str) -> str | None:

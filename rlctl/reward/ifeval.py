@@ -13,6 +13,7 @@ from collections.abc import Callable, Mapping
 from functools import lru_cache
 from typing import Any
 
+from rlctl.lazy import lazy_pattern
 from rlctl.registry import GRADERS
 from rlctl.reward.protocol import KnownResponses
 
@@ -159,17 +160,17 @@ def _no_comma(response: str) -> bool:
 # --- length -----------------------------------------------------------------------------------------
 
 #: Dots that end no sentence: of abbreviations, initials and numbers.
-_NO_END = re.compile(
+_NO_END = lazy_pattern(
     r"\b(?:[Mm]rs?|[Mm]s|[Dd]r|[Pp]rof|[Ss]t|[Vv]s|e\.g|i\.e)\.(?=\s)"
     r"|\b(?:etc|Inc|Ltd|Co|Fig|Vol|a\.m|p\.m|U\.S)\.(?=\s+[a-z\d])"
     r"|\b[A-Z]\.(?=\s?[A-Z])|(?<=\d)\.(?=\d)"
 )
-_END = re.compile(
+_END = lazy_pattern(
     r"\b(?:mr|mrs|ms|dr|prof|sr|jr|st|vs|etc|inc|ltd|co|fig|no|vol|e\.g|i\.e|a\.m|p\.m|u\.s)\.(?=\s+[^\s])"
     r"|\b[A-Z]\.(?=\s*[A-Z])|(?<=\d)\.(?=\d)",
     re.IGNORECASE,
 )
-_END = re.compile(r"[.!?…。！？]+[\"'”’)\]*_]*(?=\s|$)|[。！？]")
+_END = lazy_pattern(r"[.!?…。！？]+[\"'”’)\]*_]*(?=\s|$)|[。！？]")
 
 
 def count_sentences(text: str) -> int:

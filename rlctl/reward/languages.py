@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
 
+from rlctl.lazy import lazy_pattern
 from rlctl.reward import number_words
 from rlctl.reward.statement_words import UNITS, VERBS
 
@@ -71,29 +72,29 @@ for _name in _ENTRIES:
             _NAMES.setdefault(_word, []).append(_name)
 #: Scripts, those of fewer languages first: Persian has letters that Arabic lacks, Japanese has Chinese ones.
 _SCRIPTS = [
-    (re.compile(_ENTRIES[name]["script"], re.IGNORECASE), _LANGUAGES[name])
+    (lazy_pattern(_ENTRIES[name]["script"], re.IGNORECASE), _LANGUAGES[name])
     for name in sorted(_ENTRIES, key=lambda name: name in {"arabic", "persian", "chinese"})
     if "script" in _ENTRIES[name]
 ]
 #: Phrases of short words that show the language.
 _PHRASES = [
-    (re.compile(entry["phrase"], re.IGNORECASE), _LANGUAGES[name])
+    (lazy_pattern(entry["phrase"], re.IGNORECASE), _LANGUAGES[name])
     for name, entry in _ENTRIES.items()
     if "phrase" in entry
 ]
 #: Letters that are in no known script, or that only languages without an entry have.
-_OTHER_LETTER = re.compile(r"[\u0370-\u1dff\u1ea0-\u1ef9\u2d00-\ud7ff]")
-_NO_SCRIPT = re.compile(
+_OTHER_LETTER = lazy_pattern(r"[\u0370-\u1dff\u1ea0-\u1ef9\u2d00-\ud7ff]")
+_NO_SCRIPT = lazy_pattern(
     r"[әғқңөұүһҗҙҫѓќҷӣӯӡӑӗђћњљџўңҥҡҳջ]|[\u0530-\u058f\u10a0-\u10ff\u1200-\u139f\u1780-\u17ff]"
 )
-_LATEX = re.compile(r"\\(?:begin|end)\s*\{[^{}]*\}|\\[A-Za-z]+|\$[^$\n]*\$|\\\(.*?\\\)|<[^<>\n]*>")
-_WORD = re.compile(r"(?<!\d)[^\W\d_]+")
+_LATEX = lazy_pattern(r"\\(?:begin|end)\s*\{[^{}]*\}|\\[A-Za-z]+|\$[^$\n]*\$|\\\(.*?\\\)|<[^<>\n]*>")
+_WORD = lazy_pattern(r"(?<!\d)[^\W\d_]+")
 #: Minimum share of a language's frequent words among the words of a sentence; English has a long list.
 _SHARE, _ENGLISH_SHARE = 0.34, 0.25
 #: A sentence of fewer words whose language is not recognised may be a name, a label or a unit: "72 clips".
 _MIN_WORDS = {True: 3, False: 2}  # by whether it begins with its number
-_BEGINS_WITH_NUMBER = re.compile(r"[^\w]*\d")
-_LABEL = re.compile(r"[:=]\s*\W{0,4}\d")
+_BEGINS_WITH_NUMBER = lazy_pattern(r"[^\w]*\d")
+_LABEL = lazy_pattern(r"[:=]\s*\W{0,4}\d")
 
 
 def language_of(text: str, otherwise: Language = ENGLISH) -> Language:
@@ -145,12 +146,12 @@ def _languages_of(word: str) -> list[str]:
 #: A number with its separators, apart from those in brackets such as (3,5). In order: groups of three digits,
 #: a decimal comma. A comma in LaTeX may stand in braces.
 _COMMA = r"(?:,|\{,\})"
-_GROUPED = re.compile(
+_GROUPED = lazy_pattern(
     rf"(?<![\w.,}}])(?<!\d )([1-9]\d{{0,2}})((?:\.\d{{3}})+|(?:[ ]\d{{3}})+)(?:{_COMMA}(\d+))?(?![\d]|[.,]\d)"
 )
-_DECIMAL = re.compile(rf"(?<![\w.,}}])(?<!\d )(\d+){_COMMA}(\d+)(?![\d]|(?:,|\{{,\}}|\.)\d)")
-_OPENING = re.compile(r"(?:[(\[]|\\\{)\s*[-+]?$")
-_CLOSING = re.compile(r"\s*(?:[)\]]|\\\})")
+_DECIMAL = lazy_pattern(rf"(?<![\w.,}}])(?<!\d )(\d+){_COMMA}(\d+)(?![\d]|(?:,|\{{,\}}|\.)\d)")
+_OPENING = lazy_pattern(r"(?:[(\[]|\\\{)\s*[-+]?$")
+_CLOSING = lazy_pattern(r"\s*(?:[)\]]|\\\})")
 
 
 def with_decimal_points(sentence: str) -> str:

@@ -13,6 +13,7 @@ import re
 from collections.abc import Callable
 from functools import partial
 
+from rlctl.lazy import lazy_pattern
 from rlctl.reward.numbers import calculate
 
 #: Maximum decimal digits of a number. Python prints integers up to 4300 digits.
@@ -24,29 +25,29 @@ MAX_ITERATIONS, MAX_HARD_ITERATIONS = 20_000, 50
 #: Maximum depth of brackets. The time of the LaTeX parser grows exponentially with the number of brackets
 #: that open directly inside each other, of which 7 are too many.
 MAX_DEPTH = 24
-_BARE = re.compile(r"(?:[({\[]\s*){7}")
+_BARE = lazy_pattern(r"(?:[({\[]\s*){7}")
 #: Maximum characters and tokens of one formula, and tokens of one with integrals or limits.
 MAX_CHARS, MAX_TOKENS, MAX_CALCULUS_TOKENS = 2000, 500, 40
 #: Maximum number of integrals and limits in one formula, and of unions and intersections.
 MAX_CALCULUS, MAX_SET_OPERATIONS = 2, 16
 
 #: What changes no size: thousands separators, sizes of brackets, spaces.
-_IGNORED = re.compile(
+_IGNORED = lazy_pattern(
     r"(?<=\d)(?:,|\{,\}|\\,|\\!)(?=\d{3}(?!\d))|\\[,!;: ]"
     r"|\\(?:left|right|[bB]igg?[lrm]?|displaystyle)(?![A-Za-z])"
 )
-_TOKEN = re.compile(r"\d+(?:\.\d+)?|\\?[A-Za-z]+|\S")
-_CALCULUS = re.compile(r"\\(?:i{0,2}int|oint|lim)(?![A-Za-z])")
+_TOKEN = lazy_pattern(r"\d+(?:\.\d+)?|\\?[A-Za-z]+|\S")
+_CALCULUS = lazy_pattern(r"\\(?:i{0,2}int|oint|lim)(?![A-Za-z])")
 #: Functions, and k^k, whose sums have no closed form.
-_FUNCTION = re.compile(
+_FUNCTION = lazy_pattern(
     r"\\(?:sqrt|(?:arc)?(?:sin|cos|tan)h?|cot|sec|csc|ln|log|exp|lfloor|lceil|gcd|Gamma)"
     r"|([a-z])\s*\^\s*\{?\s*\1(?![a-z])"
 )
-_ITERATION = re.compile(
+_ITERATION = lazy_pattern(
     r"\\(?:sum|prod)\s*_\s*\{?[^{}^=]*=\s*(\d+)\s*\}?\s*\^\s*(?:(\d+)|\{?\s*\\infty\s*\}?)"
 )
-_BRACKET_POWER = re.compile(r"\(([^()]*)\)\s*\^\s*(\d+)")
-_SYMBOL_POWER = re.compile(r"[A-Za-z]\s*\^\s*(\d+)")
+_BRACKET_POWER = lazy_pattern(r"\(([^()]*)\)\s*\^\s*(\d+)")
+_SYMBOL_POWER = lazy_pattern(r"[A-Za-z]\s*\^\s*(\d+)")
 
 
 class _TooLarge(Exception):
@@ -83,12 +84,12 @@ def _sum(text: str) -> object:
 
 #: Arithmetic → its value; the last of several powers first.
 _COMPUTED: tuple[tuple[re.Pattern[str], Callable[..., object]], ...] = (
-    (re.compile(r"[({](?=[\s+*-]*\d)([\d\s+*-]+)[)}]"), _sum),
-    (re.compile(r"(?<![\d.])(\d+)\s*\^\s*[-+]?\s*(\d+)(?![\d.]|\s*[\^!])"), _power),
-    (re.compile(r"(?<![\d.])(\d+)\s*!"), _factorial),
-    (re.compile(r"\b(?:[Gg]amma|factorial)\W{0,3}(\d+)"), _factorial),
-    (re.compile(r"\\[dt]?binom\s+(\d+)\s+(\d+)"), _binomial),
-    (re.compile(r"(\d+)\s*\\choose\s*(\d+)"), _binomial),
+    (lazy_pattern(r"[({](?=[\s+*-]*\d)([\d\s+*-]+)[)}]"), _sum),
+    (lazy_pattern(r"(?<![\d.])(\d+)\s*\^\s*[-+]?\s*(\d+)(?![\d.]|\s*[\^!])"), _power),
+    (lazy_pattern(r"(?<![\d.])(\d+)\s*!"), _factorial),
+    (lazy_pattern(r"\b(?:[Gg]amma|factorial)\W{0,3}(\d+)"), _factorial),
+    (lazy_pattern(r"\\[dt]?binom\s+(\d+)\s+(\d+)"), _binomial),
+    (lazy_pattern(r"(\d+)\s*\\choose\s*(\d+)"), _binomial),
 )
 
 

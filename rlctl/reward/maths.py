@@ -21,7 +21,7 @@ from functools import lru_cache
 from itertools import starmap
 from typing import TYPE_CHECKING, Any
 
-from rlctl.lazy import LazyModule
+from rlctl.lazy import LazyModule, lazy_pattern
 from rlctl.registry import GRADERS
 from rlctl.reward.answer import MATHS, MAX_WORDS, Place, own_part, places
 from rlctl.reward.assertion import asserted_part, is_asserted
@@ -52,38 +52,38 @@ else:
 
 ANSWER_MARK = "####"
 #: The letter of an option before its value: `\textbf{(B)}\ 5`, `B. 5`.
-_OPTION = re.compile(
+_OPTION = lazy_pattern(
     r"^\s*(?:\\(?:text|math)\w*\s*\{\s*)?(?:\([A-J]\)|[A-J](?:[.)]|:(?=\s)))[~.:\s]*\}?"
     r"(?:\\[ ,;:!]|\\q?quad|[~:.\s])*(?=[\d$-]|[A-Za-z](?![A-Za-z])|\\(?!text|math|mbox)[A-Za-z])"
 )
 #: A line or a named value: "x = 5".
-_LINE = re.compile(r"\s*\$?\s*([A-Za-z])\s*=\s*-?[\d./]+[\s.$]*$")
+_LINE = lazy_pattern(r"\s*\$?\s*([A-Za-z])\s*=\s*-?[\d./]+[\s.$]*$")
 #: Numbers and products with a second meaning; see `_other_readings`.
-_WITH_COMMA = re.compile(r"-?(?:\d+|\d{1,3}(?: \d{3})+)(?:,(?!0$)|\{,\})(?!\d{3}$)\d+")
-_GROUPS = re.compile(r"-?\d{1,3}(?:,-?(?!0)\d{3})+")
-_INDIAN = re.compile(r"-?(?:₹|Rs\.?)?\s?([1-9]\d?(?:,\d\d)+,\d{3})(?:\s*(?:rupees|INR))?")
+_WITH_COMMA = lazy_pattern(r"-?(?:\d+|\d{1,3}(?: \d{3})+)(?:,(?!0$)|\{,\})(?!\d{3}$)\d+")
+_GROUPS = lazy_pattern(r"-?\d{1,3}(?:,-?(?!0)\d{3})+")
+_INDIAN = lazy_pattern(r"-?(?:₹|Rs\.?)?\s?([1-9]\d?(?:,\d\d)+,\d{3})(?:\s*(?:rupees|INR))?")
 #: Values in brackets, without brackets in them.
-_IN_BRACKETS = re.compile(r"\s*(?:\\left\s*)?\(([^()\[\]]+?)(?:\\right\s*)?\)\s*")
-_FACTORS = re.compile(r"\d+(?!(?:st|nd|rd|th)$)[a-z]{1,3}|[a-z]{2}|[abc]{3}|[b-df-hj-np-tv-z]{3}")
+_IN_BRACKETS = lazy_pattern(r"\s*(?:\\left\s*)?\(([^()\[\]]+?)(?:\\right\s*)?\)\s*")
+_FACTORS = lazy_pattern(r"\d+(?!(?:st|nd|rd|th)$)[a-z]{1,3}|[a-z]{2}|[abc]{3}|[b-df-hj-np-tv-z]{3}")
 #: Values that a sentence lists: "The answers are 12 and 345."
-_ENUMERATION = re.compile(
+_ENUMERATION = lazy_pattern(
     r"(?:\b(?:are|is)|[:=])[\s$]*(-?\d[\d./]*(?:,\s*-?\d[\d./]*)*,?\s+and\s+-?\d+(?:[./]\d+)*)[\s$.]*$"
 )
-_LETTER_GOLD = re.compile("[A-J]")
-_FRACTION = re.compile(r"\\[dtc]?frac(?![A-Za-z])")
-_HALF_DAY = re.compile(r"\s*[ap]\.?m\.?$", re.IGNORECASE)
-_EQUALS = re.compile(rf"(?<![<>!\\])=>?|->|(?<=[^\W\d_]):\s|(?<={FOREIGN}):\s|(?<=[^\W\d_] ):\s")
-_SEVERAL = re.compile(r",(?!\d{3}(?!\d))|;|\b(?:and|or)\b")
-_OTHERS = re.compile(r";|,\s*[-$]?\d|\b(?:and|or)\b")
-_BOLD = re.compile(r"\*\*(?=[^*]*\d)([^*\n]+[^*\n:])\*\*")
-_PRICE = re.compile(r"\$\s?\d[\d.,]*(?!.*\$)")
-_FUNCTION = re.compile(r"\\sqrt|\^|!")
-_APPROXIMATELY = re.compile(r"\\(?:approx|simeq)(?![a-z])|≈")
-_VERB = re.compile(" (?:is|are|has|have|(?:will|would|must|should) be) ")
-_EXCLAMATION = re.compile(r"(?<=\w)!+\s*$")
-_ASIDE = re.compile(r"(?<=\S)\s+\([^()]*\)[.\s]*$")
+_LETTER_GOLD = lazy_pattern("[A-J]")
+_FRACTION = lazy_pattern(r"\\[dtc]?frac(?![A-Za-z])")
+_HALF_DAY = lazy_pattern(r"\s*[ap]\.?m\.?$", re.IGNORECASE)
+_EQUALS = lazy_pattern(rf"(?<![<>!\\])=>?|->|(?<=[^\W\d_]):\s|(?<={FOREIGN}):\s|(?<=[^\W\d_] ):\s")
+_SEVERAL = lazy_pattern(r",(?!\d{3}(?!\d))|;|\b(?:and|or)\b")
+_OTHERS = lazy_pattern(r";|,\s*[-$]?\d|\b(?:and|or)\b")
+_BOLD = lazy_pattern(r"\*\*(?=[^*]*\d)([^*\n]+[^*\n:])\*\*")
+_PRICE = lazy_pattern(r"\$\s?\d[\d.,]*(?!.*\$)")
+_FUNCTION = lazy_pattern(r"\\sqrt|\^|!")
+_APPROXIMATELY = lazy_pattern(r"\\(?:approx|simeq)(?![a-z])|≈")
+_VERB = lazy_pattern(" (?:is|are|has|have|(?:will|would|must|should) be) ")
+_EXCLAMATION = lazy_pattern(r"(?<=\w)!+\s*$")
+_ASIDE = lazy_pattern(r"(?<=\S)\s+\([^()]*\)[.\s]*$")
 #: Text before a formula that is only a reason or circumstance of what precedes: "is 7, attained at $x = 5$".
-_ADJUNCT = re.compile(
+_ADJUNCT = lazy_pattern(
     r"[\s,(]+(?:(?:since|because|such that|not|rather than|instead of|rejecting)\s+(?=\$|\\[(\[])"
     r"|(?:(?:which|that|it)\s+)?(?:(?:is\s+)?(?:attained|achieved|reached|obtained)|occurs|when|where|if|for|at|with|in|on)"
     r"(?:\s+(?:all|any|every|at|when|for|by))?\s+(?=(?:\$|\\[(\[])\s*[A-Za-z\\(|]|[a-z]\s*=|\[-?\d)"
@@ -91,31 +91,31 @@ _ADJUNCT = re.compile(
     re.DOTALL,
 )
 #: Text after a formula that states its value.
-_STATED = re.compile(
+_STATED = lazy_pattern(
     r"\b(?:is|are|was|be|equals?|becomes|gives|measures?)\b"
     r"(?:\s|[^\w.]|(?:equal to|exactly|about|only|also|thus|therefore|then)\b)*\d"
 )
 #: A formula that is no number: a name, such as ABC, or an inequality.
-_NO_NUMBER = re.compile(
+_NO_NUMBER = lazy_pattern(
     r"(?!.*(?:\d|\\(?:pi|infty)(?![a-z])))|.*(?:[<>]|\\(?:[lg](?:eq?|t)|in)(?![a-z]))", re.DOTALL
 )
 #: A unit in plain letters after an expression: 2 sqrt(3) units.
-_UNIT_WORD = re.compile(r"(?<=[\w})])(?:\s+(?!(?:and|or)\b)(?:[A-Za-z]{3,}|[cdkm]m|ft|in)\.?)+\s*$")
+_UNIT_WORD = lazy_pattern(r"(?<=[\w})])(?:\s+(?!(?:and|or)\b)(?:[A-Za-z]{3,}|[cdkm]m|ft|in)\.?)+\s*$")
 #: A number and words after it, without a formula: "27 at most".
-_WITH_WORDS = re.compile(r"\W*\d[\d.,/]*\s+[^\d\\()]*\Z")
+_WITH_WORDS = lazy_pattern(r"\W*\d[\d.,/]*\s+[^\d\\()]*\Z")
 #: A part of a sentence that is a formula without marks: "The area is 25\pi", "The solution is (3, 5)".
-_BARE = re.compile(
+_BARE = lazy_pattern(
     r"(?<![A-Za-z\\])(?:(?:\d++(?:\.\d++)?+|\\(?:pi|infty|cup|cap|in|le|ge|leq|geq|pm)(?![a-z])|\\sqrt\s*+\{[^{}]*+\}"
     r"|\\[dt]?frac\s*+\{[^{}]*+\}\s*+\{[^{}]*+\}|\\[{}]|[A-Za-z](?![A-Za-z'’])|[-+*/^_()\[\]{}=<>≤≥,;:|])\s*+)++"
 )
 #: Text between formulas that form one answer: "$x = 1$ or $x = 2$".
-_JOINT = re.compile(r"\s*(?:,?\s*(?:and|or)|,)\s*")
+_JOINT = lazy_pattern(r"\s*(?:,?\s*(?:and|or)|,)\s*")
 #: Brackets, indices and × of an equation's left side. If a letter and a digit remain without them, the left
 #: side does not name the right side.
-_BRACKETED = re.compile(r"\([^()]*\)|\[[^\[\]]*\]|_\{[^{}]*\}|_\w|(?<=\d)\s*x(?=\s*\d)")
-_LETTER = re.compile(r"(?<![A-Za-z\\])[A-Za-z](?![A-Za-z])")
+_BRACKETED = lazy_pattern(r"\([^()]*\)|\[[^\[\]]*\]|_\{[^{}]*\}|_\w|(?<=\d)\s*x(?=\s*\d)")
+_LETTER = lazy_pattern(r"(?<![A-Za-z\\])[A-Za-z](?![A-Za-z])")
 #: A number in a base, which may be missing; its digits include one from 0 to 9.
-_BASED = re.compile(r"\(?((?=[A-F]*\d)[0-9A-F]+)\)?(?:_\{?(\d+)\}?)?", re.IGNORECASE)
+_BASED = lazy_pattern(r"\(?((?=[A-F]*\d)[0-9A-F]+)\)?(?:_\{?(\d+)\}?)?", re.IGNORECASE)
 
 
 @dataclass(frozen=True, slots=True)
@@ -449,7 +449,7 @@ def _is_stated(sentence: str, value: re.Match[str]) -> bool:
 def _statement(sentence: str, *, is_number: bool) -> str:
     """A sentence up to a formula that only explains it or names a circumstance."""
     parts = (sentence[: adjunct.start()] for adjunct in _ADJUNCT.finditer(sentence))
-    states = re.compile(r"\d") if is_number else MATHS
+    states = lazy_pattern(r"\d") if is_number else MATHS
     return next(filter(states.search, parts), sentence)
 
 

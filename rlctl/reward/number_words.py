@@ -8,13 +8,15 @@ from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
 
+from rlctl.lazy import lazy_pattern
+
 _ENTRIES = tomllib.loads(Path(__file__).with_name("number_words.toml").read_text(encoding="utf-8"))
 _LETTER = r"[^\W\d_]"
 #: Text after a number that continues as a decimal fraction: "twelve point five".
-_POINT = re.compile(
+_POINT = lazy_pattern(
     r"\s?(?:point|coma|komma|virgule|virgola|vírgula|запятая|целых|点|點)\s*[^\W\d_]+", re.IGNORECASE
 )
-_END = re.compile(r"\W*$")
+_END = lazy_pattern(r"\W*$")
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,8 +56,8 @@ class _Words:
             frozenset(entry.get("alone", "").split()),
             entry.get("is_reversed", False),
             entry.get("is_and_after_hundreds", False),
-            re.compile(both, re.IGNORECASE),
-            re.compile(f"{start}{number}{boundary}", re.IGNORECASE),
+            lazy_pattern(both, re.IGNORECASE),
+            lazy_pattern(f"{start}{number}{boundary}", re.IGNORECASE),
         )
 
     def value(self, text: str) -> tuple[int, int, int]:

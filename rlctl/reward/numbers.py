@@ -15,6 +15,7 @@ from fractions import Fraction
 from functools import lru_cache
 from pathlib import Path
 
+from rlctl.lazy import lazy_pattern
 from rlctl.reward import number_words
 from rlctl.reward.assertion import is_asserted
 from rlctl.reward.statements import is_statement
@@ -71,7 +72,7 @@ Replacements = list[tuple[re.Pattern[str], str, str]]
 def replacements(key: str, flags: int = 0, form: str = "{}") -> Replacements:
     """The replacements of a key of `notations.toml`; `form` is what stands around each pattern."""
     entries = ((*entry, "")[:3] for entry in _NOTATIONS[key])
-    return [(re.compile(form.format(pattern), flags), text, needed) for pattern, text, needed in entries]
+    return [(lazy_pattern(form.format(pattern), flags), text, needed) for pattern, text, needed in entries]
 
 
 def replaced(text: str, by: Replacements) -> str:
@@ -101,27 +102,27 @@ _SYMBOLS = {ord(symbol): f"\\{name} " for symbol, name in _NAMES.items()}
 #: A letter or vowel sign of a script that is neither Latin nor Greek.
 FOREIGN = r"[\u0400-\u1dff\u2e80-\ud7ff\uf900-\ufdff\ufe70-\ufefe]"
 #: Between such a letter and a number, formula or letter.
-_SCRIPTS = re.compile(rf"(?<={FOREIGN})(?=[-+.$\\\w])(?!{FOREIGN})|(?<=[\d$}}A-Za-z])(?={FOREIGN})")
-_DIGIT = re.compile(r"(?![0-9])\d")
+_SCRIPTS = lazy_pattern(rf"(?<={FOREIGN})(?=[-+.$\\\w])(?!{FOREIGN})|(?<=[\d$}}A-Za-z])(?={FOREIGN})")
+_DIGIT = lazy_pattern(r"(?![0-9])\d")
 _CHARACTERS = (
     _FULL_WIDTH | _INVISIBLE | _SPACES | _PUNCTUATION | _SEPARATORS | _ARROWS | _SIGNS | _VULGAR | _SYMBOLS
 )
 _RAISED = str.maketrans("⁰¹²³⁴⁵⁶⁷⁸⁹⁻ⁿ", "0123456789-n")
-_EXPONENT = re.compile("[⁰¹²³⁴⁵⁶⁷⁸⁹⁻ⁿ]+")
-_COLOR = re.compile(r"\\(?:text)?color\s*\{\w+\}")
+_EXPONENT = lazy_pattern("[⁰¹²³⁴⁵⁶⁷⁸⁹⁻ⁿ]+")
+_COLOR = lazy_pattern(r"\\(?:text)?color\s*\{\w+\}")
 #: Arithmetic in words, next to digits, and its symbols.
 _IN_WORDS = replacements("in_words", re.IGNORECASE)
 #: Fractions in words, beside figures: "3 quarters".
 _FRACTIONS = replacements("fractions", re.IGNORECASE)
 #: A base in words: "2516 in base 8", `2516_{\\text{eight}}`.
 _IN_BASE = r"(\d+|two|three|four|five|six|seven|eight|nine|ten|eleven|twelve)\b"
-_BASE = re.compile(
+_BASE = lazy_pattern(
     rf"(?<=\d)(?:\s*\\text\w*\s*\{{\s*\(?(?:in )?base[ -]{_IN_BASE}\)?\s*\}}"
     rf"|\s*\\text\s*\{{\s*base\s*\}}\s*{_IN_BASE}|\s*\(?(?:in )?base[ -]{_IN_BASE}\)?"
     rf"|_\s*\{{\s*(?:\(|\\text\s*\{{\s*){_IN_BASE}\s*[)}}]\s*\}})",
     re.IGNORECASE,
 )
-_ROOT = re.compile(
+_ROOT = lazy_pattern(
     r"(?:√|(?<![\\a-z])sqrt(?=\s*[\d({]))\s*(?:(\d+(?:\.\d+)?|[A-Za-z])|\(([^()]*)\)|\{([^{}]*)\})"
 )
 
@@ -132,11 +133,11 @@ _UNIT_NAME = (
     r"(?:weeks?|days?|hours?|hrs?|h|minutes?|mins?|seconds?|secs?|s|years?|yrs?|months?|feet|foot|ft|inch(?:es)?|in|yards?"
     r"|k?m|cm|meters?|metres?|centimeters?|kg|kilograms?|grams?|g|pounds?|lbs?|ounces?|oz)"
 )
-_IN_PARTS = re.compile(
+_IN_PARTS = lazy_pattern(
     rf"(?<![\w.,/^-])\d{{1,6}}\s{{0,3}}{_UNIT_NAME}\b(?:,?\s{{1,3}}(?:and\s{{1,3}})?\d{{1,6}}(?:\.\d{{1,6}})?\s{{0,3}}{_UNIT_NAME}\b){{1,3}}"
     r"(?!\s*(?:/|\^|per\b))"
 )
-_PART = re.compile(rf"(\d+(?:\.\d+)?)\s*({_UNIT_NAME})\b")
+_PART = lazy_pattern(rf"(\d+(?:\.\d+)?)\s*({_UNIT_NAME})\b")
 
 _OPERATORS: dict[type[ast.operator], Callable[[Fraction, Fraction], Fraction]] = {
     ast.Add: operator.add,
@@ -148,16 +149,16 @@ _OPERATORS: dict[type[ast.operator], Callable[[Fraction, Fraction], Fraction]] =
 SIGNS = str.maketrans({"×": "*", "·": "*", "÷": "/", "[": "(", "]": ")", "{": "(", "}": ")"})
 
 #: Numbers such as 1.5e3 and 1e-05, as programs print them; 2e-3 may be 2e − 3.
-_SCIENTIFIC = re.compile(
+_SCIENTIFIC = lazy_pattern(
     r"(?<![\w.\\])(?:\d+\.\d+[eE][-+]?\d{1,3}|\d+[eE](?:\d{1,3}|[-+]\d{2,3})|1[eE][-+]\d)(?![\w^\\{(]|\.\d)"
 )
 #: A repeating decimal: 0.1\overline{6}.
-_REPEATING = re.compile(
+_REPEATING = lazy_pattern(
     r"(?<![\w.])(\d{0,30})\.(?:(\d{0,9})\\(?:overline|bar|dot(?=\s*\{\s*\d\s*\}))\s*\{\s*(\d{1,9})\s*\}"
     r"|(\d{0,9}?)(\d{1,9}?)\5{2,9}(?:…|\.\.\.|\\[lc]?dots(?![a-z])))"
 )
 #: 1.5 × 10^3, in LaTeX or plain text.
-_POWER_OF_TEN = re.compile(
+_POWER_OF_TEN = lazy_pattern(
     r"(?<![\w.,])(\d+(?:\.\d+)?)\s*(?:\\times|\\cdot|\\ast|[*×·x])\s*10\s*(?:\^|\*\*)\s*"
     r"(?:\{\s*([-+]?\d{1,3})\s*\}|([-+]?\d{1,3}))(?![\w^]|\.\d)"
 )
@@ -167,7 +168,7 @@ _DIGITS = (
     r"|\d+(?:\.\d+)?|\.\d+)"
 )
 SCALES = {"hundred": 10**2, "thousand": 10**3, "million": 10**6, "billion": 10**9, "trillion": 10**12}
-_NUMBER = re.compile(
+_NUMBER = lazy_pattern(
     r"(?<![\w.])(?<!_\{)(?P<minus>(?:(?<![\w)])-(?=[$€£¥₹\d.]))?)(?:US)?[$€£¥₹]*\s?(?P<inner>-?)"
     rf"(?P<digits>{_DIGITS})(?:(?P<mixed>\s+\d+)?\s?/\s?(?P<under>\d+)(?!\d|\.\d))?"
     rf"(?:\s*(?P<scale>{'|'.join(SCALES)})s?\b)?(?P<percent>\s?(?:%|per ?cent\b))?"
@@ -175,7 +176,7 @@ _NUMBER = re.compile(
     re.IGNORECASE,
 )
 _CURRENCIES = {"$": "dollar", "€": "euro", "£": "sterling", "¥": "yen", "₹": "rupee"}
-_FORMULA_END = re.compile(r"[^$\n]{0,80}\$")
+_FORMULA_END = lazy_pattern(r"[^$\n]{0,80}\$")
 _SHORT_UNIT = (
     r"(?:[cdkm]m|ft|in|mi|yd|k?g|mg|lbs?|oz|m[lL]|[lL]|hr?s?|mins?|s|[ap]m|[AP]M|mph|kph"
     r"|k?[NJWV]|[kM]?Pa|[kMG]?Hz|mol|k?cal|kWh)\b"
@@ -183,7 +184,7 @@ _SHORT_UNIT = (
 #: Text after a number that is only its unit. Two letters that are not a unit are a product: 5 xy.
 _LETTERS = rf"(?:[^\W\d_]|{FOREIGN})*+"  # possessive: the words of a unit are found in one way only
 _POWER = r"(?:\s*\^\s*\{?\d\}?)?"
-_UNIT = re.compile(
+_UNIT = lazy_pattern(
     r"(?!\s*(?:pi|sqrt|or|and|log|ln|sin|cos|tan|mod|x|i|e|off|halves|(?:thir|four|fif|six|seven|eigh|nin|ten)(?:d|th)s)\b)"
     r"(?!.*\b(?:not|never|cannot|than|wrong|incorrect)\b|.*n['’]t\b)"
     rf"(?:(?:\s*[/$¢%€£'\"]|{_SHORT_UNIT}{_POWER}"
@@ -191,9 +192,9 @@ _UNIT = re.compile(
     rf"(?:\s*(?:[/$%¢-]\s*)?(?:[^\W\d_]{{2}}|{FOREIGN}){_LETTERS}\.?{_POWER}|\s*/\s*[A-Za-z]\b{_POWER}|\s*[/$¢%€£'\"])*)?"
     r"[\s.$*\u2600-\U0001faff]*"
 )
-_END = re.compile(r"[\s.$*%]*")
+_END = lazy_pattern(r"[\s.$*%]*")
 #: Text after a number that is an operand, not a result.
-_OPERAND_OF = re.compile(
+_OPERAND_OF = lazy_pattern(
     r"!(?=\)?\.)"  # a factorial, not the end of a sentence
     r"|\s*(?:[A-Za-z]+(?:/[a-z]+)?\s+|[A-Za-z]+(?=/))?[)\]]*\s*(?:[-+*/×÷·^=]|x(?=[\s\d]))\s*[(\[$€£-]*\s*\.?\d|\(\s*\.?\d"
     r"|\s*[-+*/^]\s*[b-z](?![A-Za-z'’./])"
@@ -203,7 +204,7 @@ _OPERAND_OF = re.compile(
     r"|\s+(?:to\s+[$€£]?\d|(?:halves|thirds|fourths|quarters|fifths)\b)"
 )
 #: Text before such a number.
-_OPERATOR = re.compile(
+_OPERATOR = lazy_pattern(
     r"(?:[\d)%]\s*(?:[A-Za-z]+\s+)?(?:[-+*/×÷·^(]|(?<=[\d\s])x)\s*[($€£-]*"
     r"|(?:\^|\\sqrt)\s*(?:\[\d+\]\s*)?\{?"
     r"|\b(?i:times|plus|half(?: of)?|twice|double|triple|log|ln|(?:root|square|cube|factorial|opposite"
@@ -212,29 +213,29 @@ _OPERATOR = re.compile(
     r"|\d\s+(?:[a-z]+\s+)?(?:off|away|short|shy|removed)\s+(?:from|of)\s+[$€£]?|\boff\s+(?:from\s+)?[$€£]?)\s*$"
 )
 #: Text after a percentage that is an operand.
-_OF_NUMBER = re.compile(r"\s+of\s+[$€£]?\d")
+_OF_NUMBER = lazy_pattern(r"\s+of\s+[$€£]?\d")
 #: Text before a number: an equation that is not solved for its letter, such as 2x + 3 = 7. In 5 m = 500 cm
 #: the letter is a unit.
-_UNSOLVED = re.compile(
+_UNSOLVED = lazy_pattern(
     r"(?:(?<![A-Za-z])[a-z]\s*[-+*/^]\s*[\d.]+|\d\s*[-+*/^]?\s*[a-fi-kn-rt-z])\s*=\s*[($€£-]*\s*$"
 )
-_NAMED = re.compile(  # June 20, Chapter 12
+_NAMED = lazy_pattern(  # June 20, Chapter 12
     r"(?:Page|Chapter|Section|Figure|Table|Exercise|Problem|Question|Step|Example|Theorem|Lemma|Equation|Appendix)\s+$|"
     r"\b(?:is|was|on|by|until)[\s$]+[A-Z][a-z]+\s+$"
     r"|\b(?:January|February|March|April|May|June|July|August|September|October|November|December)\s+$"
 )
 #: Text before and after a number in a list: "41 and 42", "3, 4 or 5".
-_NUMBER_AND = re.compile(
+_NUMBER_AND = lazy_pattern(
     r"(?:\d[%)]?|(?:^|\b(?:is|are)\s)[\s$]*\d\S*(?:\s+[a-z]+){1,2})"
     r"\s*,?\s*\(?(?:[,;]|\b(?:and|or)(?: (?:also|else|even|maybe|perhaps|possibly))?\b|&)\s*[($€£-]*$"
 )
 #: Text before a number in a list of values of one name: "x = 41 and x = 42".
-_ALSO = re.compile(
+_ALSO = lazy_pattern(
     r"\b([a-z])(?:_\w)?\s*=\s*\S*\d\)?,?\s+(?:and |or )?\s*\1(?:_\w)?\s*=\s*[($€£-]*$", re.IGNORECASE
 )
-_AND_NUMBER = re.compile(r"[%)]?\s*,?\s*(?:[,;]\s|\b(?:and|or)\b|&)\s*[($€£-]*\d")
-_OR = re.compile(r"(?:\s+[a-z]+){1,3},?\s+or\s+")
-_RESULT = re.compile(
+_AND_NUMBER = lazy_pattern(r"[%)]?\s*,?\s*(?:[,;]\s|\b(?:and|or)\b|&)\s*[($€£-]*\d")
+_OR = lazy_pattern(r"(?:\s+[a-z]+){1,3},?\s+or\s+")
+_RESULT = lazy_pattern(
     r"(?:=|\b(?:which|that|it) (?:is|was|equals|makes)|\brounds?(?: up| down| off)? to|\bmeaning)\s+"
     r"(?:about\s+)?[($€£-]*\s*$"
     r"|=[($€£-]*$"
@@ -245,30 +246,30 @@ _FEW = (
 )
 _MAY_BE = r"(?<!need )(?<!needs )(?<!able )(?<!has )(?<!have )(?<!had )(?<!going )"
 #: Text before a number that is a circumstance ("in 5 days") or part of a purpose ("to make 2 robes").
-_ASIDE = re.compile(
+_ASIDE = lazy_pattern(
     r"\b(?:(?:in|after|for|per|every|over|on|by|at|from|during|within|than|with|between|until|before|of|when)"
     rf"(?:\s+[a-z]+ing)?|or|{_MAY_BE}to\s+[a-z]+|from\b[^,]*\bto|day|week|month|year|step|part|question|grade|page"
     rf"|number|#)\s+{_FEW}|\b(?:the|these|those)\s+$|\bthe (?-i:[A-Z])[a-z]+\s+$",
     re.IGNORECASE,
 )
 #: Text after such a number: "4 years from now", "5 PM".
-_ASIDE_OF = re.compile(r"\s*(?:[ap]\.?m\b|\w+\s+(?:ago|later|from now|earlier)\b)|-[A-Za-z]", re.IGNORECASE)
+_ASIDE_OF = lazy_pattern(r"\s*(?:[ap]\.?m\b|\w+\s+(?:ago|later|from now|earlier)\b)|-[A-Za-z]", re.IGNORECASE)
 #: Exceptions: text before the amount that a sentence states.
-_AMOUNT = re.compile(
+_AMOUNT = lazy_pattern(
     r"\b(?:total|sum|average|cost|price|profit|loss|amount|earnings|savings|speed|rate|balance|maximum|minimum"
     rf"|equal|comes?|came|amounts?|adds? up|up|left|ends? up)\s+(?:of|at|to|with|by)\s+{_FEW}",
     re.IGNORECASE,
 )
 #: Text between two numbers of the same role: "for 5 dogs and 3 cats".
-_AND = re.compile(r"\d\S*(?:\s+[a-z]+){0,3}\s+and\s+$")
-_COPULA = re.compile(r"\b(?:is|are|was|were|be)\s+[($€£-]*$")
+_AND = lazy_pattern(r"\d\S*(?:\s+[a-z]+){0,3}\s+and\s+$")
+_COPULA = lazy_pattern(r"\b(?:is|are|was|were|be)\s+[($€£-]*$")
 #: Start of a part that only explains the rest of the sentence.
-_EXPLANATION = re.compile(
+_EXPLANATION = lazy_pattern(
     r"\b(?:because|since|as (?:she|he|it|they|there)|given|assuming|if|when|while|whereas|than|compared|after"
     r"|before|once)\b|(?<![A-Za-z])[(]|\bto [a-z]+\b[^,;]*$"
 )
 #: Before the conclusion from an equation: "2 * 16 = 32, so the next even number is 34".
-_CONCLUSION = re.compile(r",\s+(?:and )?(?:so|thus|hence|therefore|which means)\b(?=.*\d)")
+_CONCLUSION = lazy_pattern(r",\s+(?:and )?(?:so|thus|hence|therefore|which means)\b(?=.*\d)")
 #: Maximum number of a sentence's numbers that are ranked: the last ones.
 MAX_NUMBERS = 64
 #: Maximum characters read before and after a number.

@@ -15,6 +15,7 @@ from bisect import bisect_left
 from collections.abc import Iterator
 from dataclasses import dataclass
 
+from rlctl.lazy import lazy_pattern
 from rlctl.markup import group_end
 from rlctl.reward.answer import own_part, sentence_around
 from rlctl.reward.assertion import asserted_part, is_asserted
@@ -32,9 +33,9 @@ def _any(phrases: str) -> str:
     return f"(?i:{'|'.join(phrase.strip() for phrase in phrases.split(','))})"
 
 
-_CAPITAL = re.compile(r"(?<![A-Za-z])[A-J](?![A-Za-z])")
+_CAPITAL = lazy_pattern(r"(?<![A-Za-z])[A-J](?![A-Za-z])")
 #: LaTeX and Markdown around a letter; what remains is read as plain text.
-_FORMATTING = re.compile(
+_FORMATTING = lazy_pattern(
     r"\\(?:text\w*|math\w+|boxed|fbox|bf|rm|it|left|right|displaystyle|large|Large)(?![A-Za-z])"
     r"|\\[()\[\],;:! ]|\\q?quad(?![A-Za-z])|[{}$`*_\"“”«»]|(?<![A-Za-z])['‘’]|['‘’](?![A-Za-z])"
     r"|</?[A-Za-z]\w{0,20}>"
@@ -63,24 +64,26 @@ _NOUN = _any(
 )
 _ARTICLE = r"(?:the|my|la|die|o|a(?=\s(?:letra|opção|alternativa)\b))"
 #: The option that begins a text: `B`, `(B)`, `option B`, `b)`, or `b` alone or before a point.
-_FIRST = re.compile(
+_FIRST = lazy_pattern(
     rf"(?:[\s:=>→⇒∴–—(\[-]|\\Rightarrow|\\therefore){{0,12}}+(?:{_ARTICLE}\s{{1,4}}+)?"
     rf"(?:{_NOUN}s?\s{{0,4}}+(?i:is\b)?[\s:(]{{0,8}}+)?"
     rf"(?:(?P<capital>{_LETTER})"
     rf"|(?P<small>[a-j])(?=\)|\.(?:\s|\Z)|{_CLOSING}\Z|[ \t]*+\n)){_CLOSING}"
 )
 #: What follows a letter and precedes the option's text.
-_LABEL_END = re.compile(r"\s{0,4}+(?:(?:[.):\]–—]|-(?=\s)){1,3}+\s*+(?=\S)|,(?=\s\w)|\((?=\w))")
+_LABEL_END = lazy_pattern(r"\s{0,4}+(?:(?:[.):\]–—]|-(?=\s)){1,3}+\s*+(?=\S)|,(?=\s\w)|\((?=\w))")
 #: The text of an option that names other options.
-_ABOUT_OPTIONS = re.compile(_any("both, neither, all, none, only, either, each, options, statements") + r"\b")
+_ABOUT_OPTIONS = lazy_pattern(
+    _any("both, neither, all, none, only, either, each, options, statements") + r"\b"
+)
 _REASONS = _any(
     r"because, since, (?<!well )as(?! well as), given, due to, not, rather than, instead of, unlike, while"
     ", whereas"
 )
 #: Why an option is right, or which is not, directly after its letter.
-_REASON = re.compile(rf"\s{{0,4}}+[,;–—-]?\s{{0,4}}+{_REASONS}\b")
+_REASON = lazy_pattern(rf"\s{{0,4}}+[,;–—-]?\s{{0,4}}+{_REASONS}\b")
 #: After this, a sentence explains its answer or denies others.
-_EXPLAINS = re.compile(
+_EXPLAINS = lazy_pattern(
     rf"\b{_REASONS}\b"
     rf"|\b{_any('(?<!in )which, where, so, over, is wrong, although, though, despite, if, when')}\b"
     rf"|\b{_any('from, among, of(?! [A-J](?![A-Za-z]))')}(?![A-Za-z])"
@@ -99,7 +102,7 @@ _JOINING = (
     r"|\.\.\.)"
 )
 #: Another option in the text of an answer: joined to it, next to it, or with a label as in a list.
-_OTHER = re.compile(
+_OTHER = lazy_pattern(
     rf"(?:\b{_CONJUNCTION}\b|{_JOINING})[\s,(\[:]{{0,8}}+"
     rf"(?:{_any('option, choice, answer, letter, the, is, its, it, it.s, was, even')}{_BLANKS}){{0,4}}+"
     rf"{_OPENING}(?P<joined>{_LETTER})"
@@ -108,13 +111,13 @@ _OTHER = re.compile(
     rf"|(?:\b{_CONJUNCTION}\b|[/|&+,;]|\A)[\s,]{{0,4}}+\((?P<bracketed>[a-j])\)"
 )
 #: What joins options, though before a value it denies it.
-_JOINS = re.compile(r"\bunless\b(?! not)|[<>=≈→≻]+", re.IGNORECASE)
+_JOINS = lazy_pattern(r"\bunless\b(?! not)|[<>=≈→≻]+", re.IGNORECASE)
 _OFFER = _any(
     "but, and, or, also, maybe, perhaps, possibly, alternatively, else, otherwise, either, just kidding, even"
     ", too, then"
 )
 #: A later offer of an option: "Or B.", "maybe also B", "it could be B".
-_OFFERED = re.compile(
+_OFFERED = lazy_pattern(
     rf"(?:(?:\A|(?<=[.!?;:…,(\n)–—-])|(?<=\bbut)|(?<=\band))\s{{0,8}}+(?:{_OFFER}[\s,.]{{1,4}}+){{1,4}}+"
     rf"|\b{_any('could, might, may')}"
     rf"(?:{_BLANKS}{_any('also, equally, just as well, as well, well, even')}){{0,2}}+{_BLANKS}be{_BLANKS}"
@@ -131,7 +134,7 @@ _RIGHT = _any(
     "correct, right, best, answer, final answer, acceptable, plausible, valid, true, possible, fine"
 )
 #: An option that is called right; not "B is true, but …".
-_CALLED_RIGHT = re.compile(
+_CALLED_RIGHT = lazy_pattern(
     rf"(?P<letter>{_LETTER}){_CLOSING}"
     rf"(?:{_any('is, was, are, seems, looks')}"
     r"|(?i:must|could|may|might|would|has to|appears to)(?: also| equally| well)? be)"
@@ -163,7 +166,7 @@ _ANSWER = _any(
     ", right one, best one, pick, guess"
 )
 #: An announced answer; the option follows. A noun alone must be followed by the option itself.
-_ANNOUNCED = re.compile(
+_ANNOUNCED = lazy_pattern(
     r"(?<!wrong )(?<!incorrect )(?<!false )(?<!worst )(?<!bad )(?<!second )(?<!third )"
     rf"\b{_ANSWER}\b{_IS}(?:\s{{0,4}}+{_SURE}\b,?){{0,3}}+"
     rf"|\b(?i:answers?\b|ans\.)(?={_BLANKS}(?:{_NOUN}{_BLANKS})?{_OPENING}{_LETTER})"
@@ -180,34 +183,34 @@ _SO = _any(
     "so, thus, hence, therefore, it's, it is, that's, that is, this is, i[.]e[.], think, believe, guess, say"
 )
 #: An option that is chosen, or concluded.
-_CHOSEN = re.compile(
+_CHOSEN = lazy_pattern(
     rf"(?<!not )(?<!n't )\b{_CHOOSE}\b(?={_BLANKS}(?:(?:{_NOUN}|the){_BLANKS})?{_OPENING}{_LETTER})"
     rf"|\b{_SO},?(?={_BLANKS}{_OPENING}(?:[a-j](?=\.?\s*\Z)|"
     rf"{_LETTER}{_CLOSING}(?:[.,;!?\n]|\Z|(?i:or|and)\b|{_REASONS}\b)))"
 )
 #: Words that add an option to others.
-_ADDED = re.compile(r"\b(?i:also|equally|too|as well|so (?:is|does))\b")
+_ADDED = lazy_pattern(r"\b(?i:also|equally|too|as well|so (?:is|does))\b")
 #: "Not B but A", "isn't B, it's A".
-_NOT_BUT = re.compile(
+_NOT_BUT = lazy_pattern(
     rf"(?i:\bnot|n't){_BLANKS}{_OPENING}(?:{_NOUN}{_BLANKS})?{_LETTER}{_CLOSING}[,;.–—-]?\s{{0,4}}+"
     rf"{_any('but, rather, it.s, it is, instead')}(?:{_BLANKS}{_any('rather, it.s, it is, instead')})?"
     rf"(?={_BLANKS}{_OPENING}(?:{_NOUN}{_BLANKS})?{_LETTER})"
 )
 #: "both A and B", "either A or B".
-_SEVERAL = re.compile(rf"\W{{0,8}}+{_any('both, either, between')}\W{{1,8}}+{_LETTER}")
+_SEVERAL = lazy_pattern(rf"\W{{0,8}}+{_any('both, either, between')}\W{{1,8}}+{_LETTER}")
 #: An option and a conjunction, before another one: "A and" of "A and B are correct".
-_BESIDE = re.compile(rf"({_LETTER})[)\]]?\s{{0,4}}+(?:and|or|nor|,|&|/|\+)\s{{0,4}}+[(\[]?\Z")
+_BESIDE = lazy_pattern(rf"({_LETTER})[)\]]?\s{{0,4}}+(?:and|or|nor|,|&|/|\+)\s{{0,4}}+[(\[]?\Z")
 #: An option with a comma that begins a text.
-_BEGUN = re.compile(rf"\W{{0,8}}+({_LETTER})\)?\s{{0,4}}+[,;]")
+_BEGUN = lazy_pattern(rf"\W{{0,8}}+({_LETTER})\)?\s{{0,4}}+[,;]")
 #: Words by which such a sentence denies its options: "A, B, and D are incorrect."
-_DENIES = re.compile(
+_DENIES = lazy_pattern(
     r"n['’]t\b|\b(?i:wrong|incorrect|false|invalid|impossible|not|out|eliminated|excluded|fail|fails)\b"
 )
 #: Text before an option that is only supposed to be right.
-_SUPPOSED = re.compile(r"\b(?i:assum\w+|suppos\w+|if|whether|imagine|pretend|unless|let)\b[^,;]{0,40}\Z")
-_MENTIONED = re.compile(rf"\b(?i:choice|option)(?={_BLANKS}{_OPENING}{_LETTER})")
-_BRACKETED = re.compile(rf"\((?={_LETTER}\))")
-_CORRECTION = re.compile(
+_SUPPOSED = lazy_pattern(r"\b(?i:assum\w+|suppos\w+|if|whether|imagine|pretend|unless|let)\b[^,;]{0,40}\Z")
+_MENTIONED = lazy_pattern(rf"\b(?i:choice|option)(?={_BLANKS}{_OPENING}{_LETTER})")
+_BRACKETED = lazy_pattern(rf"\((?={_LETTER}\))")
+_CORRECTION = lazy_pattern(
     r"\b"
     + _any(
         "wait, actually, no, nope, but, however, instead, correction, mistake, mistaken, sorry, oops"
@@ -217,21 +220,23 @@ _CORRECTION = re.compile(
     + r"\b"
 )
 #: A line that begins with an option's label, as in a list of the options.
-_LISTED = re.compile(rf"^[ \t(\[]{{0,4}}+(?:({_LETTER})|([a-j])(?=[).]))[ \t]*+[).:\]]", re.MULTILINE)
-_TAG = re.compile(r"<answer>", re.IGNORECASE)
-_TAG_END = re.compile(r"</answer>", re.IGNORECASE)
-_BOX = re.compile(r"\\(?:boxed|fbox)\s{0,8}+(?:\{|(?P<bare>[A-Ja-j](?![A-Za-z])|\\\w{1,10}\{[^{}]{0,40}\}))")
-_HASHES = re.compile(r"(?<!#)####++[ \t]*+\n?(?P<line>[^\n]{1,200})")
+_LISTED = lazy_pattern(rf"^[ \t(\[]{{0,4}}+(?:({_LETTER})|([a-j])(?=[).]))[ \t]*+[).:\]]", re.MULTILINE)
+_TAG = lazy_pattern(r"<answer>", re.IGNORECASE)
+_TAG_END = lazy_pattern(r"</answer>", re.IGNORECASE)
+_BOX = lazy_pattern(
+    r"\\(?:boxed|fbox)\s{0,8}+(?:\{|(?P<bare>[A-Ja-j](?![A-Za-z])|\\\w{1,10}\{[^{}]{0,40}\}))"
+)
+_HASHES = lazy_pattern(r"(?<!#)####++[ \t]*+\n?(?P<line>[^\n]{1,200})")
 #: Text between two marks that makes them one answer.
-_BETWEEN_MARKS = re.compile(
+_BETWEEN_MARKS = lazy_pattern(
     r"(?:[\s,;.:/|&+$()\[\]\\!{}-]"
     rf"|\b{_any('or, and, also, maybe, perhaps, possibly, alternatively, either, else, both')}\b"
     rf"|\b{_any('text, quad')}\b){{0,80}}+"
 )
-_SENTENCE_END = re.compile(r"[.!?]['\")\]]?\s+(?=\S)|\n\s*\n")
+_SENTENCE_END = lazy_pattern(r"[.!?]['\")\]]?\s+(?=\S)|\n\s*\n")
 #: The value of an option, between its letter and what is said about it.
-_VALUE = re.compile(r"\A\W{0,20}+\d[\d.,/]*+")
-_VALUE_IN_BRACKETS = re.compile(r"\A[\s)\]]{0,8}+\([^()]{1,40}\)")
+_VALUE = lazy_pattern(r"\A\W{0,20}+\d[\d.,/]*+")
+_VALUE_IN_BRACKETS = lazy_pattern(r"\A[\s)\]]{0,8}+\([^()]{1,40}\)")
 
 
 @dataclass(frozen=True, slots=True)

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import json
 import math
-import re
 import struct
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -16,7 +15,7 @@ from functools import lru_cache, wraps
 from typing import TYPE_CHECKING, Any, Literal
 
 from rlctl.errors import visible
-from rlctl.lazy import torch
+from rlctl.lazy import lazy_pattern, torch
 from rlctl.reward.thoughts import without_thoughts
 
 if TYPE_CHECKING:
@@ -137,7 +136,7 @@ def any_accepted(compare: Compare) -> Compare:
 #: A response that must score 1 and one that must score 0; either is None if the ground truth gives none.
 KnownResponses = tuple[str | None, str | None]
 #: A number that is not a subscript; any number.
-_NUMBERS = (re.compile(r"(?<![_\d])(?<!_\{)\d+"), re.compile(r"\d+"))
+_NUMBERS = (lazy_pattern(r"(?<![_\d])(?<!_\{)\d+"), lazy_pattern(r"\d+"))
 
 
 def same_and_changed(response: str) -> KnownResponses:

@@ -4,28 +4,29 @@ from __future__ import annotations
 
 import re
 
+from rlctl.lazy import lazy_pattern
 from rlctl.reward.answer import MATHS
 from rlctl.reward.numbers import FOREIGN, legible, replaced, replacements
 
 #: Text commands of LaTeX with their content.
-WRAPPER = re.compile(
+WRAPPER = lazy_pattern(
     r"\\(?:text\w*|mbox|hbox|math(?:rm|bf|it)|boldsymbol|underline|operatorname)\s*\{([^{}]*)\}"
 )
 #: Commands of LaTeX; and words.
-COMMAND = re.compile(r"\\[A-Za-z]+\s*(?:\{[^{}]*\})?")
-WORD = re.compile(
+COMMAND = lazy_pattern(r"\\[A-Za-z]+\s*(?:\{[^{}]*\})?")
+WORD = lazy_pattern(
     rf"(?<![^\W\d_])(?<!\\)[^\W\d_]{{3,}}|{FOREIGN}|(?<!\S)(?i:is|it|so|in|no|of|to|we|he|if|my|il|on|er|es|ha|tu|él|já)(?=[\s,]|$)"
     r"|\b(?i:it|that|there|i)['’][a-z]"
 )
 #: Signs of feet and inches, or minutes and seconds: 5’6”, 5'6\'\'.
-_FEET, _INCHES = re.compile(r"(?<=\d)[’′](?=\d|$)"), re.compile(r"(?<=\d)(?:\'\'|’’|[”″])$")
-TIME = re.compile(r"\d:\d\d")
+_FEET, _INCHES = lazy_pattern(r"(?<=\d)[’′](?=\d|$)"), lazy_pattern(r"(?<=\d)(?:\'\'|’’|[”″])$")
+TIME = lazy_pattern(r"\d:\d\d")
 #: Words of three or more letters that are mathematical notation.
-_NAMES = re.compile(
+_NAMES = lazy_pattern(
     r"and|sqrt|a?(?:sin|cos|tan)h?|cot|sec|csc|log|exp|lim|min|max|mod|gcd|lcm|det|inf(?:inity)?"
 )
 #: A row of a definition by cases: a comma, the sign of alignment, and the word before the condition.
-_CASE = re.compile(r"[,;.]?\s*&\s*(?:(?:if|for|when|where)\b)?\s*")
+_CASE = lazy_pattern(r"[,;.]?\s*&\s*(?:(?:if|for|when|where)\b)?\s*")
 #: Texts and symbols of one meaning, with the symbol that stands for all.
 _SYNONYMS = replacements("synonyms", re.IGNORECASE, r"^\s*(?:{})\s*$")
 

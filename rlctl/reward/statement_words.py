@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-import re
 import tomllib
 from pathlib import Path
+
+from rlctl.lazy import lazy_pattern
 
 LISTS = tomllib.loads(Path(__file__).with_name("statements.toml").read_text(encoding="utf-8"))
 
@@ -33,16 +34,16 @@ COPULAS = frozenset({"is", "are", "was", "were", "equals", "be", "been"})
 #: Words of an amount that do not change the value before them.
 FRACTIONS = frozenset({"half", "quarter", "late", "early", "odd", "over"})
 
-_FORMATTING = re.compile(
+_FORMATTING = lazy_pattern(
     r"\\tag\*?\s*\{[^{}]*\}|\^?\s*\{?\\circ(?![a-z])\}?"
     r"|\\(?:blacksquare|checkmark|square|qed|q?quad|hfill)(?![a-z])"
     r"|\\(?:text\w*|math\w+|boxed|left|right|[,;:! ()\[\]])(?![A-Za-z])"
     r"|(?<!\d)\*|\*(?!\s*\d)|[|$_`\"“”«»{}~\\]|</?\w+>"
 )
-_TOKEN = re.compile(r"[^\W\d_]+(?:['’-][^\W\d_]+)*|[$€£]?\d[\d.,/]*(?<=\d)|\S")
-NUMBER = re.compile(r"\d[\d.,]*(?<=\d)")
+_TOKEN = lazy_pattern(r"[^\W\d_]+(?:['’-][^\W\d_]+)*|[$€£]?\d[\d.,/]*(?<=\d)|\S")
+NUMBER = lazy_pattern(r"\d[\d.,]*(?<=\d)")
 #: Letters that English words hardly have.
-ACCENTED = re.compile(r"(?![\u0370-\u03ff])[^\W\d_a-zA-ZéèñöüïçÉ]")
+ACCENTED = lazy_pattern(r"(?![\u0370-\u03ff])[^\W\d_a-zA-ZéèñöüïçÉ]")
 _ORDINALS = ("tieths", "eenths", "redths", "sandths", "llionths")
 
 

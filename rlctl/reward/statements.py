@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import re
 
+from rlctl.lazy import lazy_pattern
 from rlctl.reward.continuations import CROSSES, FOR_WHICH, closes, unit_end
 from rlctl.reward.foreign_statements import is_doubted, is_statement_in_another_language
 from rlctl.reward.statement_words import (
@@ -37,24 +38,24 @@ from rlctl.reward.statement_words import (
 )
 
 #: A new clause, which states its own value.
-_CLAUSE = re.compile(
+_CLAUSE = lazy_pattern(
     r"[;—–]|:(?=.*\w)|\b(?:but|so|thus|therefore|hence|then|rather|instead|meaning|giving)\b[,:]?", re.I
 )
 #: A condition without numbers: "If we ignore the tax, it is 27", "Were there no tax, it would be 27".
-_CONDITION = re.compile(
+_CONDITION = lazy_pattern(
     r"\A\W*(?:(?:so|but|and|then)\W+)*(?:if|were|had|should|whether|unless|without|ignoring"
     r"|neglecting|assuming|suppos\w+|excluding"
     r"|except|provided)\b[^\d]*\Z",
     re.I,
 )
 #: A multiple or part of something, whose value a sentence says: "Half of the answer is 27".
-_MULTIPLE = re.compile(
+_MULTIPLE = lazy_pattern(
     r"\b(?:half|twice|double|triple|thrice|quarter|third)\b[^\d]*\b(?:is|are|was|were|equals)\W*\Z"
     r"|\b(?:half|twice|double|triple)\W*\Z",
     re.I,
 )
 #: A sentence about part of the answer: "The first root is 27", "So far we have 27".
-_PART = re.compile(
+_PART = lazy_pattern(
     r"\bso far\b|\b(?:one|first|second|third|another|other|some|an?)\b(?: of (?:the|its|our))?(?: \w+)?"
     r" (?:roots?|solutions?|zeros?|candidates?|answers?|options?|values?|possibilit(?:y|ies)|choices?)\b"
     r"|\b(?:it|answer|number|result|value) contains\b"
@@ -62,38 +63,40 @@ _PART = re.compile(
     re.I,
 )
 #: A question without its mark, what is only possible or past: "Is it 27", "it could be 27".
-_INVERTED = re.compile(
+_INVERTED = lazy_pattern(
     r"\A\W*(?:is|are|was|were|does|do|did|can|could|should|would|will)\b"
     r"|\b(?:could|might|may)(?: \w+)? be\W*\Z|\bused to be\b|\bcould \w+ly\b",
     re.I,
 )
 #: A negation that only describes the subject: "the number that are not eaten".
-_DESCRIBES = re.compile(
+_DESCRIBES = lazy_pattern(
     r"\b(?:that|who|which)(?: \w+)? (?:not|never|cannot|\w+n['’]t)\b|\A\W*(?:no|yes)[,:]", re.I
 )
 #: A number that only names something: "The bus number is 63", "Room number 63".
 _WHICH = "|".join(sorted(WHICH_NUMBER | ARTICLES))
-_NAME = re.compile(rf"\b(?!(?:{_WHICH})\b)[a-z]+['’]?s? number\W*(?:(?:is|was|are)\W*)?\Z", re.I)
-_COMMA = re.compile(r",\s+(?=[^\W\d])")
+_NAME = lazy_pattern(rf"\b(?!(?:{_WHICH})\b)[a-z]+['’]?s? number\W*(?:(?:is|was|are)\W*)?\Z", re.I)
+_COMMA = lazy_pattern(r",\s+(?=[^\W\d])")
 #: Before a value that begins a clause.
-_THERE = re.compile(r"\b(?:there (?:is|are|was|were|will be)|means|that)\W*\Z", re.I)
-_IN_ENGLISH = re.compile(r"\banswers?\b", re.I)
-_ANSWER_TO = re.compile(r"\banswers?\s+(?:to|for|of)\b.*(?=\b(?:is|was|be|equals)\b|[=:])", re.I | re.S)
-_IS_ANSWER = re.compile(r"\banswer(?: is|:)\s*\Z", re.I)
+_THERE = lazy_pattern(r"\b(?:there (?:is|are|was|were|will be)|means|that)\W*\Z", re.I)
+_IN_ENGLISH = lazy_pattern(r"\banswers?\b", re.I)
+_ANSWER_TO = lazy_pattern(r"\banswers?\s+(?:to|for|of)\b.*(?=\b(?:is|was|be|equals)\b|[=:])", re.I | re.S)
+_IS_ANSWER = lazy_pattern(r"\banswer(?: is|:)\s*\Z", re.I)
 #: An equation whose result follows: "20 + 6 =".
-_EQUATION = re.compile(r"\d[)%\s]*[-–−+*/×÷·xX(][-–−+*/×÷·xX().,%$€£\d\s]*=\s*[$€£]?\s*\Z")
+_EQUATION = lazy_pattern(r"\d[)%\s]*[-–−+*/×÷·xX(][-–−+*/×÷·xX().,%$€£\d\s]*=\s*[$€£]?\s*\Z")
 #: "It is none other than 27."
-_OTHER_THAN = re.compile(
+_OTHER_THAN = lazy_pattern(
     r"\b(?:(?:I have|there is) no|without(?: an?y?)?) doubt\b(?: that)?"
     r"|\b(?:none|nothing|(?:\w+n['’]t|\w+not) be anything) other than\b"
 )
 #: "It takes at least 27 days": a bound that the problem asks for.
-_BOUND_OF_NEED = re.compile(r"([a-z]+)\s+(?:at least|up to|no (?:more|less|fewer) than)\s*\Z", re.I)
+_BOUND_OF_NEED = lazy_pattern(r"([a-z]+)\s+(?:at least|up to|no (?:more|less|fewer) than)\s*\Z", re.I)
 
 _SUPPOSES = words_of("supposes")
-_PRONOUNS = re.compile(r"(?:it|that|this|he|she|there|here|which|answer|total|what)['’]s\Z")
+_PRONOUNS = lazy_pattern(r"(?:it|that|this|he|she|there|here|which|answer|total|what)['’]s\Z")
 _TO = words_of("to")
-_CHANGED_BY = re.compile(r"\b(?:increas|decreas|ris|rose|grow|grew|drop|fall|fell|reduc|rais|up|chang)\w*\b")
+_CHANGED_BY = lazy_pattern(
+    r"\b(?:increas|decreas|ris|rose|grow|grew|drop|fall|fell|reduc|rais|up|chang)\w*\b"
+)
 _PROPOSES, _ANNOUNCING = map(words_of, ("proposes", "announcing"))
 
 

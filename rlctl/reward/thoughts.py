@@ -5,6 +5,8 @@ from __future__ import annotations
 import re
 from functools import lru_cache
 
+from rlctl.lazy import lazy_pattern
+
 #: Reasoning formats: the marks that open and close thoughts, as patterns. A harmony message is a thought in
 #: every channel but `final`; its last row is the same text decoded without special tokens.
 FORMATS = (
@@ -24,7 +26,7 @@ FORMATS = (
     (r"\Aanalysis(?-i:(?=[A-Z]))", r"(?-i:assistantfinal)"),
 )
 _OPENING = "|".join(opening for opening, _ in FORMATS)
-_MARKS = re.compile(
+_MARKS = lazy_pattern(
     "|".join(f"(?P<open{n}>{pair[0]})|(?P<close{n}>{pair[1]})" for n, pair in enumerate(FORMATS)),
     re.IGNORECASE,
 )
@@ -34,7 +36,7 @@ _OF_TEMPLATE = r"<[|｜][^<>|｜]+[|｜]>|</?s>|\[/?INST\]|<(?:start|end)_of_tur
 #: An opening mark in the last turn of a prompt that begins a line, follows a token of the chat template, or
 #: follows "Answer:" and ends the prompt. A mark within a sentence, or before another turn, is part of an
 #: instruction and opens nothing.
-_BEGUN = re.compile(
+_BEGUN = lazy_pattern(
     r"(?:\A|(?<=[\n>\]▷])|(?<=assistant)|(?<=assistant:)|(?<=:)(?=[ \t]*\S+\s*\Z))[ \t]*"
     rf"(?:{_OPENING})(?!.*(?:{_OPENING}|{_OF_TEMPLATE}))",
     re.IGNORECASE | re.DOTALL,

@@ -4,22 +4,23 @@ from __future__ import annotations
 
 import re
 
+from rlctl.lazy import lazy_pattern
 from rlctl.reward.assertion import is_asserted
 from rlctl.reward.numbers import plain
 from rlctl.reward.statements import is_statement
 
 _HALF = r"[ap]\.?\s?m\b\.?|in the (?:morning|afternoon|evening)\b"
 #: A time of day, perhaps with its half of the day.
-TIME_OF_DAY = re.compile(
+TIME_OF_DAY = lazy_pattern(
     r"(?<![\d:.,])(?P<hour>\d{1,2}):(?P<minute>\d\d)(?![\d:])"
     rf"(?:\s*\\?\s*(?:\\text\s*\{{\s*)?(?P<half>{_HALF})\s*\}}?)?",
     re.IGNORECASE,
 )
 #: Before a time that is a bound.
-_NOT_AT = re.compile(
+_NOT_AT = lazy_pattern(
     r"\b(?:after|before|since|until|till|by|from|around|about|past|than|almost|nearly)\s*$", re.IGNORECASE
 )
-_SENTENCE_END = re.compile(r"(?<=[.!?])\s+(?=[A-Z])|\n+")
+_SENTENCE_END = lazy_pattern(r"(?<=[.!?])\s+(?=[A-Z])|\n+")
 _AFTERNOON = {"pm", "intheafternoon", "intheevening"}
 _NOON = 12
 

@@ -5,9 +5,10 @@ Words that are no unit of measurement ("apples") are not compared, because the q
 
 from __future__ import annotations
 
-import re
 from dataclasses import dataclass, field
 from fractions import Fraction
+
+from rlctl.lazy import lazy_pattern
 
 #: Kind of measure → its units: names, separated by "|", and the size of the unit in the first unit.
 _KINDS = {
@@ -99,7 +100,7 @@ def _measures() -> dict[str, Measure]:
 
 
 _MEASURES = _measures()
-_TEXT = re.compile(
+_TEXT = lazy_pattern(
     r"[\s~]*(?:(?P<before>square|cubic|sq|cu)\b\.?\s*)?(?P<over>[A-Za-z]+)\.?(?:\s*\^\s*\{?(?P<power>\d)\}?|\s+(?P<after>squared|cubed)\b)?"
     r"(?:\s*(?:/|\b(?:per|an?)\b)\s*(?P<under>[A-Za-z]+)(?:\s*\^\s*\{?(?P<under_power>\d)\}?)?"
     r"|[\s*·]*(?P<inverse>[A-Za-z]+)\s*\^\s*\{?-(?P<inverse_power>\d)\}?)?"

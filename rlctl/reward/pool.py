@@ -8,8 +8,6 @@ import logging
 import os
 import select
 import signal
-import subprocess
-import sys
 import time
 from collections.abc import Callable, Collection, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -20,9 +18,11 @@ from typing import Any
 from rlctl import leftovers
 from rlctl.errors import UsageError
 from rlctl.extras import MissingPackage
-from rlctl.processes import cpu_seconds, environment_without_keys
+from rlctl.processes import cpu_seconds
 from rlctl.processor_time import STALLED
 from rlctl.registry import GRADERS, is_builtin
+from rlctl.reward import fork_server
+from rlctl.reward.fork_server import START_DEADLINE_S, ForkedProcess
 from rlctl.reward.protocol import (
     Failure,
     FailureKind,
@@ -46,7 +46,6 @@ RIGHT = 1.0
 _AS_RESPONSE = ("{}", "\\boxed{{{}}}", "#### {}")
 #: Maximum number of ground truths with a cached self-test.
 _MAX_TESTED = 100_000
-START_DEADLINE_S = 60.0
 #: Kinds of failures of a grading that reached a limit or ended its process.
 LIMITS: frozenset[FailureKind] = frozenset({"time-out", "memory", "crash"})
 #: Seconds in which a process replies after the time limit of a call, and from which waiting calls are long.
@@ -238,12 +237,8 @@ def _check_packages(reply: dict[str, Any]) -> None:
         raise MissingPackage(module)
 
 
-#: Environment variable with the parameters of the grader as JSON: other users can read command lines.
-PARAMS = "RLCTL_GRADER_PARAMS"
-
-
 class _GradingProcess:
-    """A process of `rlctl.reward.worker`, started at its first use and again after it has ended."""
+    """A process of `rlctl.reward.fork_server`, started at its first use and again after it has ended."""
 
     def __init__(self, grader: str, params: dict[str, Any], deadline_s: float, threads: int = 1) -> None:
         self._grader = grader
@@ -253,7 +248,7 @@ class _GradingProcess:
         self._params = params
         self._deadline_s = deadline_s
         self._is_ours = is_ours(grader)
-        self._process: subprocess.Popen[bytes] | None = None
+        self._process: ForkedProcess | None = None
         self._pid = 0  # of the process that grades
         self._number = 0  # of the current request
         self._takes_groups = False
@@ -350,22 +345,16 @@ class _GradingProcess:
         if self._process is not None:
             return
         leftovers.keep_temporary_files()  # of programs that it runs
-        self._process = subprocess.Popen(
-            [sys.executable, "-P", "-m", "rlctl.reward.worker", self._grader],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.DEVNULL,
-            env=environment_without_keys() | {PARAMS: json.dumps(self._params)},
-            start_new_session=True,
-            bufsize=0,
-        )
+        try:
+            self._process = fork_server.start(self._grader, self._params, is_ours=self._is_ours)
+        except fork_server.ServerEnded as error:
+            how = "takes too long" if error.is_slow else "failed: the process has ended"
+            raise self._not_loaded(how) from error
         self._number = -1
         self._pid = 0
         reply = self._ask(None, START_DEADLINE_S)
         if isinstance(reply, Failure):
-            message = "takes too long" if reply.kind == "time-out" else f"failed: {reply.text}"
-            fix = "import it in Python to see the full error"
-            raise UsageError(f"importing it {message}", where=self._grader, fix=fix)
+            raise self._not_loaded("takes too long" if reply.kind == "time-out" else f"failed: {reply.text}")
         if "what" in reply:
             self.close()
             raise UsageError(reply["what"], where=reply["where"], fix=reply["fix"])
@@ -375,21 +364,16 @@ class _GradingProcess:
         self.asks = tuple(reply["asks"])
         self._at_once = max(reply["at_once"], 1 if self._is_ours else self._threads)
 
+    def _not_loaded(self, how: str) -> UsageError:
+        fix = "import it in Python to see the full error"
+        return UsageError(f"importing it {how}", where=self._grader, fix=fix)
+
     def close(self) -> None:
         """Ends the process and all processes that it started."""
         process = self._process
         self._process = None
-        if process is None:
-            return
-        for pipe in (process.stdin, process.stdout):
-            if pipe is not None:
-                pipe.close()  # the supervising process then ends the others
-        with contextlib.suppress(subprocess.TimeoutExpired):
-            process.wait(timeout=10.0)
-        # Ends the other processes if the supervisor was killed or stopped.
-        with contextlib.suppress(ProcessLookupError):
-            os.killpg(process.pid, signal.SIGKILL)
-        process.wait()
+        if process is not None:
+            process.close()
 
     def _try(self, samples: Sequence[Sample], read_answers: bool) -> list[GradeAndAnswer]:
         try:
@@ -436,14 +420,14 @@ class _GradingProcess:
         deadline counts from the one before.
         """
         process = self._process
-        if process is None or process.stdin is None or process.stdout is None:
-            raise AssertionError("the grading process was started with pipes")
+        if process is None:
+            raise AssertionError("the grading process was started")
         self._number += 1
         waiting = b""
         if request is not None:
             waiting = json.dumps({"number": self._number, **request}, default=str).encode() + b"\n"
-        inward = process.stdin.fileno()
-        outward = process.stdout.fileno()
+        inward = process.requests.fileno()
+        outward = process.replies.fileno()
         os.set_blocking(inward, False)  # the process may never read
         started = time.monotonic()
         cpu_started = cpu_seconds(self._pid)

@@ -1,19 +1,24 @@
 """Grading process: reads numbered requests and writes numbered replies, one JSON object per line.
 
-Run as `python -P -m rlctl.reward.worker GRADER`; `rlctl.reward.pool` starts it and enforces the
-deadlines. There are two processes. The first one is a supervisor: when the pool or the second process ends,
-it ends the second process and all processes that it started. The second one grades.
+`python -P -m rlctl.reward.worker GRADER` runs a server that forks one for each message on its standard
+input, a socket (`rlctl.reward.fork_server`); `rlctl.reward.pool` enforces the deadlines. A fork is two
+processes. The first one is a supervisor: when the pool or the second process ends, it ends the second process
+and all processes that it started. The second one grades.
 """
 
 from __future__ import annotations
 
 import contextlib
+import gc
 import inspect
 import json
 import math
 import os
 import resource
+import signal
+import socket
 import sys
+import tempfile
 import time
 import traceback
 from collections.abc import Callable, Mapping, Sequence, Set
@@ -25,8 +30,10 @@ from typing import Any
 
 from rlctl.errors import UsageError
 from rlctl.extras import missing_package
+from rlctl.lazy import compile_patterns
 from rlctl.registry import GRADERS
-from rlctl.reward.pool import PARAMS, is_ours
+from rlctl.reward.fork_server import receive, send
+from rlctl.reward.pool import is_ours
 from rlctl.reward.protocol import Sample
 from rlctl.reward.together import MOST_AT_ONCE, EventLoop, Outcome, TookTooLong, in_threads, is_async
 from rlctl.supervision import supervise
@@ -50,18 +57,66 @@ Begin = Callable[[Sequence[Sample]], Any]
 Values = Callable[[Any, int], Sequence[object]]
 
 
-def main(grader: str, params: dict[str, Any]) -> None:
-    """Grades until the input ends, which happens when the pool's process ends."""
-    # Separate descriptors for requests and replies, so that the grader's input and output cannot mix with
-    # them.
-    requests = os.dup(0)
-    replies = os.dup(1)
+def main(preloaded: str) -> None:
+    """Forks a supervisor for each message, until the socket is closed.
+
+    Args:
+        preloaded: the built-in grader that is loaded and called once before; empty: none.
+    """
+    control = socket.socket(fileno=os.dup(0))
     os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
-    os.dup2(2, 1)
-    code = supervise(partial(_serve, grader, params, requests, replies), requests)
+    if preloaded:
+        with contextlib.suppress(Exception):  # it occurs again, and is reported, in the fork
+            _warm_up(load_grader(preloaded, {}))
+        compile_patterns()
+    gc.collect()
+    gc.freeze()  # collections in the forks would copy the memory of all objects
+    while True:
+        message, descriptors = receive(control)
+        if message is None:
+            return
+        if "end" in message:
+            _end(message["end"])
+            send(control, {})
+            continue
+        pid = os.fork()
+        if pid == 0:
+            break
+        for descriptor in descriptors:
+            os.close(descriptor)
+        send(control, {"pid": pid})
+    control.close()
+    _become(message, *descriptors)
+
+
+def _end(pid: int) -> None:
+    """Ends a fork and its process group, and removes it from the table of processes."""
+    for kill in (os.killpg, os.kill):  # the group exists once the fork has run
+        with contextlib.suppress(ProcessLookupError):
+            kill(pid, signal.SIGKILL)
+    with contextlib.suppress(ChildProcessError):
+        os.waitpid(pid, 0)
+
+
+def _become(message: Mapping[str, Any], requests: int, replies: int, directory: int) -> None:
+    """In a fork: grades until the requests end, which happens when the pool's process ends."""
+    os.setsid()
+    os.fchdir(directory)
+    os.close(directory)
+    os.environ.clear()
+    os.environ.update(message["environment"])
+    tempfile.tempdir = None  # its environment names another one
+    sys.argv[1:] = [message["grader"]]
+    os.dup2(2, 1)  # the grader's output cannot mix with the replies
+    code = supervise(partial(_serve, message["grader"], message["params"], requests, replies), requests)
     if code is not None:
         os.write(replies, json.dumps({"ended": code}).encode() + b"\n")
     os._exit(0)
+
+
+def _warm_up(grader: LoadedGrader) -> None:
+    """Runs the lazy imports of a built-in grader."""
+    grader.begin([Sample("\\boxed{x + 1}", "\\frac{x}{2}")])
 
 
 def _serve(grader: str, params: dict[str, Any], requests: int, replies: int) -> None:
@@ -86,9 +141,9 @@ def _serve(grader: str, params: dict[str, Any], requests: int, replies: int) -> 
         fix = f"other processes grade: name it as path/to/file.py:{grader}" if is_absent else error.fix
         reply(0, what=error.what, where=error.where, fix=fix)
         return
-    if is_ours(grader):  # runs lazy imports now; an error occurs again, and is reported, when grading
-        with contextlib.suppress(Exception):
-            loaded.begin([Sample("\\boxed{x + 1}", "\\frac{x}{2}")])
+    if is_ours(grader):
+        with contextlib.suppress(Exception):  # it occurs again, and is reported, when grading
+            _warm_up(loaded)
     about = {"takes_groups": loaded.takes_groups, "reads_answers": loaded.answer_of is not None}
     at_once = MOST_AT_ONCE if loaded.is_async else 1
     reply(0, pid=me, asks=loaded.asks, at_once=at_once, **about)
@@ -341,4 +396,4 @@ def _reads_messages(function: Callable[..., Any]) -> bool:
 
 
 if __name__ == "__main__":
-    main(sys.argv[1], json.loads(os.environ.pop(PARAMS)))
+    main(sys.argv[1])

@@ -4,6 +4,7 @@ import os
 import signal
 from dataclasses import replace
 
+import psutil
 import pytest
 import torch
 
@@ -12,6 +13,7 @@ from rlctl.reward.build import overlong_penalty, refuse_errors
 from rlctl.reward.pool import GradingPool
 from rlctl.reward.protocol import RewardResult
 from rlctl.run_spec.rollout import OverlongSpec
+from tests.processes import wait_until_ended
 from tests.unit.reward.samples import built, episodes, pairs
 
 
@@ -249,15 +251,15 @@ def test_a_grading_process_that_dies_is_replaced(pool):
     assert pool.grade(one) == [1.0]
     process = pool._workers[0]._process  # a single grading goes to the first
     os.kill(process.pid, signal.SIGKILL)
-    process.wait()
+    assert not wait_until_ended([process.pid], 10.0)
     assert pool.grade(one) == [1.0]
 
 
 def test_closing_leaves_no_process(pool):
     pool.grade(pairs(("#### 1", "1"), ("#### 1", "1")))
-    processes = [worker._process for worker in pool._workers]
+    processes = [worker._process.pid for worker in pool._workers]
     pool.close()
-    assert all(process.returncode is not None for process in processes)
+    assert not any(map(psutil.pid_exists, processes))
 
 
 def test_a_pool_has_a_process_for_each_core_of_its_rank(monkeypatch):

@@ -35,8 +35,11 @@ train-llm: setup  ## Fetch a real language model (SmolLM2-135M), train it on sum
 PYTEST := HF_HUB_OFFLINE=1 $(BIN)/python -m pytest -q -n 3 --max-worker-restart 0 --dist loadfile --no-loadscope-reorder
 PEERS := verl $(VENV)/.installed-peers $(VENV)/.installed-lm-eval system
 
-test: setup-dev $(PEERS) check  ## Set everything up; lint, types, import directions, and the tests (20 minutes)
-	$(PYTEST) -m "not thorough"
+# Types and the site are checked beside the tests, in their pauses; what takes seconds is checked before them.
+test: setup-dev $(PEERS) lint imports  ## Set everything up; lint, types, import directions, and the tests (20 minutes)
+	@$(MAKE) --no-print-directory types site > $(VENV)/checks.log 2>&1 & checks=$$!; \
+	$(PYTEST) -m "not thorough"; tests=$$?; \
+	wait $$checks || { cat $(VENV)/checks.log; exit 1; }; exit $$tests
 
 test-all: setup-dev $(PEERS)  ## The tests that `make test` leaves out (below), half an hour
 	$(PYTEST) -m thorough

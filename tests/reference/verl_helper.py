@@ -99,6 +99,8 @@ class Lazy:
         return load(self._name) or pytest.skip(why_not(self._name))
 
     def __getattr__(self, attribute: str) -> Any:
+        if attribute.startswith("__"):  # pytest looks for marks of fixtures
+            raise AttributeError(attribute)
         return getattr(self._module, attribute)
 
 

@@ -20,3 +20,13 @@ def test_a_missing_verl_is_a_reason_to_skip(tmp_path: Path, monkeypatch: pytest.
     assert "No module named 'verl'" in verl_helper.why_not()
     assert "make verl" in verl_helper.why_not()
     assert sys.path == before
+
+
+def test_a_process_that_collects_tests_does_not_import_verl(monkeypatch: pytest.MonkeyPatch) -> None:
+    """pytest looks for marks at all names of a test module."""
+    loaded: list[str] = []
+    monkeypatch.setattr(verl_helper, "load", loaded.append)
+    module = verl_helper.Lazy()
+    assert not hasattr(module, "__wrapped__")
+    assert getattr(module, "__pytest_wrapped__", None) is None
+    assert not loaded

@@ -17,17 +17,17 @@ from tests.models import tiny_model
 from tests.scripted_engine import ScriptedEngine, chat_tokenizer
 from tests.unit.environment.scripted import play_agent
 
-pytest.importorskip("openai")
-
 AGENTS = Path(__file__).with_name("agents.py")
+OFFICIAL_CLIENT = Path(__file__).with_name("official_client.py")
 
 
 def play(
     agent: str, n: int = 1, engine: Any = None, length: int = 20, **spec: Any
 ) -> tuple[list[Episode], Any]:
-    """n episodes of the agent, and the engine."""
+    """n episodes of the agent, a function of `agents.py` or with its file, and the engine."""
     engine = engine or ScriptedEngine(lambda _: "ok")
-    return play_agent(f"{AGENTS}:{agent}", engine, n, length, **spec), engine
+    name = agent if ":" in agent else f"{AGENTS}:{agent}"
+    return play_agent(name, engine, n, length, **spec), engine
 
 
 def test_an_agent_returns_a_score_or_leaves_it_to_the_graders() -> None:
@@ -65,11 +65,12 @@ def test_blocking_agents_do_not_hold_each_other() -> None:
 
 def test_sixty_four_agents_at_once_on_a_model() -> None:
     """Sequences hold what the model sampled: their log-probs are the model's."""
+    pytest.importorskip("openai")
     tokenizer = chat_tokenizer()
     model = tiny_model("llama", vocabulary=len(tokenizer))
     model.config.max_position_embeddings = 400
     engine = HFRollout(model, tokenizer, "cpu")
-    episodes, _ = play("asks_twice", n=64, engine=engine, length=6)
+    episodes, _ = play(f"{OFFICIAL_CLIENT}:asks_twice", n=64, engine=engine, length=6)
     assert [(episode.error, episode.metrics["num_turns"]) for episode in episodes] == [("", 2.0)] * 64
     assert len({tuple(e.sequences[0].token_ids.tolist()) for e in episodes}) > 32
     for sequence in (s for episode in episodes[:8] for s in episode.sequences):

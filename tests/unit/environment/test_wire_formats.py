@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import importlib.util
 import json
 import logging
 from typing import Any
@@ -17,7 +18,10 @@ from tests.unit.environment.test_recording_endpoint import CALL, answers, check_
 from tests.unit.environment.wire_clients import CLIENTS, SCHEMA, ChatClient, MessagesClient, ResponsesClient
 
 openai = pytest.importorskip("openai")
-anthropic = pytest.importorskip("anthropic")
+# Its import takes seconds, which every process that collects tests would need.
+pytestmark = pytest.mark.skipif(
+    not importlib.util.find_spec("anthropic"), reason="anthropic is not installed"
+)
 
 KINDS = {
     "/v1/chat/completions": (
@@ -103,6 +107,8 @@ def test_an_agent_may_use_all_formats_in_turn(kind: Any) -> None:
 
 @pytest.mark.parametrize("kind", CLIENTS[:3])
 def test_limits_of_requests_and_episodes(kind: Any) -> None:
+    import anthropic
+
     engine = ScriptedEngine(lambda _: "a long answer")
 
     async def agent(_: Any, endpoint: Endpoint) -> Any:
@@ -344,6 +350,8 @@ def test_the_key_and_the_path_are_checked_in_the_formats_shape(path: str) -> Non
 
 
 def test_clients_of_the_vendors_read_errors_as_theirs() -> None:
+    import anthropic
+
     engine = ScriptedEngine(lambda _: "ok")
 
     async def agent(_: Any, endpoint: Endpoint) -> None:

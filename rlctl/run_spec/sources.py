@@ -10,7 +10,7 @@ from __future__ import annotations
 import re
 from collections.abc import Container
 from dataclasses import dataclass, field, replace
-from functools import cache
+from functools import cache, lru_cache
 from pathlib import Path
 from typing import Any, Literal, cast
 
@@ -130,7 +130,7 @@ def read_yaml(raw: bytes, known: Container[str], source: SpecSource) -> SpecSour
     if fault:
         return source.refuse(*fault)
     try:
-        root = yaml.compose(raw.decode(), Loader=_StrictLoader)
+        root = _composed(raw.decode())
     except yaml.YAMLError as error:
         return source.refuse(*_fault_of_yaml(error, raw))
     if isinstance(root, yaml.MappingNode):
@@ -151,7 +151,7 @@ def read_value(text: str, origin: Origin = COMMAND_LINE, *, takes_mapping: bool 
     if not text.startswith(("[", "{", '"', "'")):
         return Leaf(parse_scalar(text), text, origin)
     try:
-        node = yaml.compose(text, Loader=_StrictLoader)
+        node = _composed(text)
     except yaml.YAMLError as error:
         raise ValueError(_fault_of_yaml(error, text.encode())[1]) from error
     if node is None or (isinstance(node, yaml.MappingNode) and node.value and not takes_mapping):
@@ -161,6 +161,13 @@ def read_value(text: str, origin: Origin = COMMAND_LINE, *, takes_mapping: bool 
     if source.problems:
         raise ValueError(source.problems[0].what)
     return Leaf(value, None, origin)
+
+
+@lru_cache(maxsize=32)  # one process reads a preset many times: for each suggestion that it tries, say
+def _composed(text: str) -> yaml.Node | None:
+    """The root node of a document, which nobody changes; raises `yaml.YAMLError`."""
+    root: yaml.Node | None = yaml.compose(text, Loader=_StrictLoader)
+    return root
 
 
 class _StrictLoader(yaml.BaseLoader):

@@ -287,7 +287,7 @@ def is_alive(pid):
 def test_no_process_outlives_the_pool(unruly, function):
     child = unruly.with_name("child")
     child.unlink(missing_ok=True)
-    graded(f"{unruly}:{function}", deadline_s=2.0)
+    graded(f"{unruly}:{function}", deadline_s=1.0)
     assert not is_alive(int(child.read_text()))
 
 
@@ -457,8 +457,8 @@ def test_responses_to_one_prompt_are_graded_in_one_call(trl):
         pool.close()
 
 
-def grades_of(name, *responses):
-    pool = GradingPool(name, num_workers=1, deadline_s=2.0)
+def grades_of(name, *responses, deadline_s=5.0):
+    pool = GradingPool(name, num_workers=1, deadline_s=deadline_s)
     try:
         return pool.grade([Sample(response, "1") for response in responses])
     finally:
@@ -492,7 +492,7 @@ def test_what_is_no_number_is_no_grade_of_that_response_only(trl):
 
 @pytest.mark.parametrize("kind", ["hang", "exit"])
 def test_of_a_call_that_reaches_a_limit_only_the_cause_is_wrong(trl, kind):
-    first, cause, last = grades_of(f"{trl}:limits", "a", kind, "c")
+    first, cause, last = grades_of(f"{trl}:limits", "a", kind, "c", deadline_s=0.5)
     assert (first.kind, first.score) == (last.kind, last.score) == ("error", None)
     assert (cause.kind, cause.score) == ({"hang": "time-out", "exit": "crash"}[kind], 0.0)
 

@@ -215,7 +215,6 @@ LONGEST = (
     "golden/test_all_runs.py",
     "faults/test_killed_and_resumed.py",
     "faults/test_killed_in_flight.py",
-    "unit/reward/test_reward_function.py",
     "unit/reward/test_ground_truth_kinds.py",
     "unit/environment/test_environment_audit.py",
     "faults/test_bad_requests.py",

@@ -1,6 +1,7 @@
 """Programs graded by their tests: right, wrong, without tests; a program cannot change its own grade."""
 
 import json
+import re
 
 import pytest
 
@@ -180,6 +181,8 @@ SLOW_ATTACKS = {
     "sleep": "time.sleep(600)",
     "threads that stay": "for _ in range(20): threading.Thread(target=time.sleep, args=(600,)).start()",
 }
+#: Attacks by what the program returns: the others do not depend on what the tests do with a value.
+RETURNED = {name: attack for name, attack in ATTACKS.items() if re.search("^f = ", attack, re.MULTILINE)}
 IMPORTS = """
 import atexit, ctypes, fcntl, gc, mmap, os, platform, resource, signal, socket, sys, threading, time
 libc = ctypes.CDLL(None)
@@ -197,7 +200,7 @@ def f(*_): return 0
     [
         ('{"inputs": ["1"], "outputs": ["2.5"]}', ATTACKS | SLOW_ATTACKS),
         ("assert f(1) == 2.5", ATTACKS),
-        ("assert f(1) - 2.5 == 0", ATTACKS),
+        ("assert f(1) - 2.5 == 0", RETURNED),
     ],
 )
 def test_whatever_a_program_does_to_its_grading_is_wrong(tests, attacks):

@@ -6,7 +6,7 @@ import os
 import re
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import fields
 from functools import partial
 from typing import Any
@@ -110,6 +110,7 @@ class VLLMRollout(CompletionRollout):
             if expected:
                 arguments |= _trained(options)
             self._group = TensorParallelGroup(num_ranks) if num_ranks > 1 else None
+            self._joined_group = torch.distributed.is_initialized()  # of the trainer; else it forms its own
             config = _generation_config(model_path, revision, options.get("trust_remote_code", False))
             with self._isolated.running():
                 self._llm: Any = LLM(**arguments | dict(options))
@@ -132,7 +133,7 @@ class VLLMRollout(CompletionRollout):
 
     def close(self) -> None:
         """See `RolloutEngine.close`."""
-        with self._isolated.running():
+        with self._isolated.running(), _keeping_process_group() if self._joined_group else nullcontext():
             self._llm.llm_engine.engine_core.shutdown()
         del self._llm
         if self._adapters:
@@ -238,6 +239,25 @@ class VLLMRollout(CompletionRollout):
                 where="model.target_modules",
                 fix=MERGE_LORA,
             ) from error
+
+
+@contextmanager
+def _keeping_process_group() -> Iterator[None]:
+    """Context in which vLLM ends its own groups only, not torch's default group, which the trainer joined.
+
+    DeepSpeed holds groups below the default one, and uses them again in the next run of this process.
+    """
+    destroy = torch.distributed.destroy_process_group
+
+    def destroy_part(group: Any = None) -> None:
+        if group is not None:
+            destroy(group)
+
+    setattr(torch.distributed, destroy.__name__, destroy_part)
+    try:
+        yield
+    finally:
+        setattr(torch.distributed, destroy.__name__, destroy)
 
 
 def _trained(options: Mapping[str, Any]) -> dict[str, Any]:

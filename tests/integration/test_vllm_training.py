@@ -92,6 +92,25 @@ def test_in_the_trainers_processes_under_zero_3(in_process: Path, trained: str) 
         assert all(any(key.startswith("val/") for key in line) for line in (before, lines[1]))
 
 
+def train_one_after_the_other(directory: str) -> int:
+    """Two runs on one rank in this process, as a notebook starts them; DeepSpeed keeps its process groups."""
+    from rlctl.cli.app import run
+
+    settings = (*runs.SMALL, *VLLM, "trainer.total_training_steps=2")
+    for name, stage in (("first", 0), ("second", 3)):
+        if code := run(
+            ["train", f"trainer.run_dir={directory}/{name}", f"engine.zero_stage={stage}", *settings]
+        ):
+            return code
+    return 0
+
+
+def test_one_process_trains_one_run_after_the_other(tmp_path: Path, forked_vllm: Path) -> None:
+    run_in(forked_vllm, train_one_after_the_other, tmp_path, log=tmp_path / "log")
+    for name in ("first", "second"):
+        check_log_probs(tmp_path / name, 2)
+
+
 def train_on_v2(directory: str) -> int:
     from rlctl.cli.app import run
 

@@ -136,13 +136,15 @@ def compared(phases: dict[str, float], estimated: dict[str, float]) -> list[Row]
 
 def estimate(spec: Any, machine: Any) -> tuple[dict[str, float], float, float]:
     """Estimated seconds per phase, tokens per step, and peak memory of a GPU in GiB."""
-    from rlctl.run_spec.memory import Phase
+    from rlctl.run_spec.memory import CONTEXT, Phase
     from rlctl.run_spec.model_size import model_size
     from rlctl.run_spec.placement import Placement
 
     plan = Placement(spec, model_size(spec.model), machine)
     sampling: list[Phase] = [] if spec.engine_sleeps else ["generation"]  # it is not in the measured peak
-    peak = plan.gpu_peak(*sampling, "head", "layers", "step") if machine.gpus else 0.0
+    # Measured are torch's tensors.
+    other = sum(part.num_bytes or 0.0 for part in plan.gpu_parts if part.name == CONTEXT)
+    peak = plan.gpu_peak(*sampling, "head", "layers", "step") - other if machine.gpus else 0.0
     return plan.seconds(), plan.tokens(), peak / 2**30
 
 

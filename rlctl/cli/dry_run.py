@@ -263,7 +263,7 @@ def _print_servers(placement: Placement, console: Console) -> None:
 
 
 def _print_memory(placement: Placement, console: Console) -> None:
-    print_title("Memory per GPU (an estimate: no fragmentation, no framework overhead)", console)
+    print_title("Memory per GPU (an estimate: no fragmentation)", console)
     size = placement.size
     parameters = "unknown" if size.num_parameters is None else f"{size.num_parameters:,}"
     console.print(Text(f"  parameters: {parameters} ({size.source})"))

@@ -23,6 +23,7 @@ class Card:
     link: float  # bytes/s to another GPU of the same machine, in one direction
     bus: float  # bytes/s to the host, in one direction
     host: float  # bytes of host memory that machines have per GPU
+    has_fp8: bool  # whether it multiplies numbers of 8 bits
     source: str
 
     def is_named(self, driver_name: str) -> bool:
@@ -44,6 +45,7 @@ def _read() -> dict[str, Card]:
             entry["link"] * 1e9,
             entry["bus"] * 1e9,
             entry["host"] * GIB,
+            entry.get("fp8", False),
             entry["source"],
         )
         for name, entry in table.items()

@@ -51,6 +51,7 @@ class Machine:
     bus: float  # bytes/s between a GPU and the host
     network: float  # bytes/s from a GPU to another node
     host_bandwidth: float  # bytes/s between a node's CPUs and its memory
+    has_fp8: bool = False  # whether its GPUs multiply numbers of 8 bits
 
     @property
     def knows_speed(self) -> bool:
@@ -63,7 +64,9 @@ def _speeds(card: Card) -> tuple[float, float, float, float]:
 
 
 _SPEEDS = _speeds(CARDS["h100"])
-_H100 = Machine("1xh100", "H100 80 GB", 1, 1, 79.6 * GIB, 240 * GIB, 120 * GIB, *_SPEEDS, 50e9, 250e9)
+_H100 = Machine(
+    "1xh100", "H100 80 GB", 1, 1, 79.6 * GIB, 240 * GIB, 120 * GIB, *_SPEEDS, 50e9, 250e9, has_fp8=True
+)
 _8XH100 = replace(
     _H100, name="8xh100", gpus=8, host_bytes=2000 * GIB, shm_bytes=1000 * GIB, host_bandwidth=500e9
 )
@@ -110,7 +113,9 @@ def machine_of(name: str | None) -> Machine:
     network = _NETWORKS[0] if card.link > card.bus else _NETWORKS[1]
     host = gpus * card.host
     sizes = (card.memory, host, host / 2)
-    return Machine(name, card.name.upper(), gpus, nodes, *sizes, *_speeds(card), network, 60e9 * gpus)
+    return Machine(
+        name, card.name.upper(), gpus, nodes, *sizes, *_speeds(card), network, 60e9 * gpus, card.has_fp8
+    )
 
 
 @cache
@@ -134,12 +139,13 @@ def this_machine() -> Machine:
         return Machine(THIS_MACHINE, "CPU", 0, 1, host, host, shm_bytes, flops, *links)
     model = cards[0].split(",")[0].strip()
     speeds = gpu_speeds(model) or (0.0,) * 4
+    has_fp8 = bool((card := card_named(model)) and card.has_fp8)
     gpu_bytes = gpu_memory(cards[0]) or host  # the driver reports none if the GPU shares the host's memory
     count = len(cards)
     network = 12e9
     host_bandwidth = 60e9 * max(1, count // 2)
     sizes = (gpu_bytes, host, shm_bytes)
-    return Machine(THIS_MACHINE, model, count, 1, *sizes, *speeds, network, host_bandwidth)
+    return Machine(THIS_MACHINE, model, count, 1, *sizes, *speeds, network, host_bandwidth, has_fp8)
 
 
 def free_host_bytes() -> float:

@@ -32,6 +32,11 @@ PLAIN_BUCKET = 500_000_000
 
 #: Bytes per logit of vLLM's sampler, and for its CUDA graphs and libraries: within 3 % of published logs.
 _SAMPLER_BYTES, _GRAPH_BYTES = 16, 2**30
+#: Bytes that each process takes of a GPU beside tensors, for CUDA's context and libraries; and with several
+#: ranks for NCCL's buffers. Usual figures of others' runs; rlctl was not measured.
+_CONTEXT_BYTES, _NCCL_BYTES = 3 * 2**28, 2**30
+#: Name of the part with both.
+CONTEXT = "CUDA and NCCL"
 #: vLLM's defaults for GPUs of at least this many bytes, and for smaller ones: sequences and tokens at once.
 _LARGE_GPU, _AT_ONCE, _AT_ONCE_SMALL_GPU = 70 * 2**30, (1024, 16_384), (256, 8192)
 
@@ -249,6 +254,8 @@ class _Estimate:
             parts.append(self._part("reward model's weights", size.num_parameters, width, 4))  # not sharded
         if not spec.has_rollout_servers:
             parts += [*rollout_workspace(spec, policy.shape, self.gpu_bytes), self._cache()]
+        if self.gpu_bytes is not None:
+            parts.append(MemoryPart(CONTEXT, _CONTEXT_BYTES + _NCCL_BYTES * (spec.world_size > 1)))
         for section in sections_on(spec).values():
             count, waiting = section.num_listed_tokens(spec)
             if count:
@@ -334,7 +341,7 @@ class _Estimate:
 
     def _sampling_copy(self) -> MemoryPart:
         """The rollout engine's weights; an engine that sleeps frees them during training."""
-        width = self.spec.rollout_width
+        width = self.spec.sampled_width
         shared = self.spec.rollout.tensor_model_parallel_size
         parameters = self.policy.num_parameters
         num_bytes = None if parameters is None else parameters * width / shared
@@ -354,7 +361,7 @@ class _Estimate:
         """Key-value cache of all sequences that are sampled at once."""
         spec = self.spec
         shape = self.policy.shape
-        width = self.spec.rollout_width
+        width = self.spec.cached_width
         if shape is None:
             return _unknown("key-value cache", ("generation",))
         share = -(-spec.data.train_batch_size * spec.rollout.n // spec.world_size)

@@ -42,10 +42,10 @@ _WHOLE = "whole step"
 _SLOW_STEP_S = 600
 #: Phases of host memory that is not held for the whole run.
 _LOADING, _SAVING, _TRAINING = "load", "save", "train"
+#: What Liger's kernels are for, in a suggestion.
+_LIGER = 'fused kernels store less (pip install "rlctl[liger]")'
 #: Name of the link between GPUs of a node.
 _IN_NODE = "GPU to GPU"
-#: Name of the part of host memory from which a checkpoint is written during training.
-_COPY = "copy of a checkpoint"
 
 
 @dataclass(frozen=True, slots=True)
@@ -99,7 +99,7 @@ class Placement:
         self.width = spec.engine.width
         self.stage = spec.engine.effective_stage
         self.ranks = spec.trainer.n_gpus_per_node
-        self.sampling_width = spec.rollout_width
+        self.sampling_width = spec.sampled_width
         #: GPUs of one rollout engine in the trainer's processes.
         self.shared = 1 if spec.has_rollout_servers else spec.rollout.tensor_model_parallel_size
         parameters = size.num_parameters or 0
@@ -120,14 +120,26 @@ class Placement:
     @cached_property
     def host_parts(self) -> list[MemoryPart]:
         """Host memory parts of one node; without GPUs, excluding the parts that `gpu_parts` contains."""
-        parts = [item for item in self._host_parts() if item.num_bytes is None or item.num_bytes > 0]
-        if self._saves_in_background and self._has_room_for_copy(parts):
-            parts.append(MemoryPart(_COPY, self._checkpoint_share(), note="while it is written to disk"))
-        return parts
+        copy = MemoryPart(
+            "copy of a checkpoint", self._checkpoint_share(), note="while it is written to disk"
+        )
+        return [*self._parts_besides_copy, *[copy] * self._copies_checkpoint]
+
+    @cached_property
+    def _parts_besides_copy(self) -> list[MemoryPart]:
+        return [item for item in self._host_parts() if item.num_bytes is None or item.num_bytes > 0]
 
     @property
-    def _saves_in_background(self) -> bool:
-        """Whether checkpoints are written during training, if the host's memory suffices."""
+    def _copies_checkpoint(self) -> bool:
+        """Whether checkpoints are written from a copy in memory: it is wanted, and the memory is enough."""
+        if not self._copy_is_wanted:
+            return False
+        held = memory_total(self._on_this_host(self._parts_besides_copy))
+        return held + COPY_FACTOR * self._checkpoint_share() <= self.machine.host_bytes
+
+    @property
+    def _copy_is_wanted(self) -> bool:
+        """Whether checkpoints are written during training, if the host's memory is enough."""
         wish = self.spec.trainer.save_in_background
         size = self._checkpoint_bytes
         return size > 0 and (size >= BACKGROUND_BYTES if wish is None else wish)
@@ -139,11 +151,6 @@ class Placement:
     def _checkpoint_share(self) -> float:
         """Bytes of a checkpoint that the ranks of one node write."""
         return self._checkpoint_bytes / self.spec.trainer.nnodes
-
-    def _has_room_for_copy(self, parts: list[MemoryPart]) -> bool:
-        """Whether a node's memory holds a copy of its part of a checkpoint besides `parts`."""
-        held = memory_total(self._on_this_host(parts))
-        return held + COPY_FACTOR * self._checkpoint_share() <= self.machine.host_bytes
 
     def _on_this_host(self, parts: list[MemoryPart]) -> list[MemoryPart]:
         """`parts`, and those of the ranks if these compute on the CPU."""
@@ -411,10 +418,13 @@ class Placement:
                 yield change("engine", "the optimizer is in the host's memory", offload="optimizer")
         if not self.spec.model.enable_gradient_checkpointing:
             yield change("model", "activations are computed again", enable_gradient_checkpointing=True)
+        if not self.spec.model.use_liger:
+            yield change("model", _LIGER, use_liger=True)
         budget = (actor.ppo_max_token_len_per_gpu or 0) // 2
         while budget * engine.sequence_parallel >= self.spec.max_length:
             yield change("actor", "smaller passes", ppo_max_token_len_per_gpu=budget)
             budget //= 2
+        yield from self._fp8()
         if self.spec.rollout_engine.forms_batches:
             for share in range(round(100 * rollout.gpu_memory_utilization) - 5, 10, -5):
                 yield change("rollout", "a smaller cache", gpu_memory_utilization=share / 100)
@@ -437,7 +447,11 @@ class Placement:
                 "model", "attention without a mask, over each sequence alone", attn_implementation="varlen"
             )
         if model.enable_gradient_checkpointing:
-            yield change("model", "layers are not computed again", enable_gradient_checkpointing=False)
+            stored = change("model", "layers are not computed again", enable_gradient_checkpointing=False)
+            yield stored
+            if not (model.use_liger or stored[1].fits()):
+                why = f"layers are not computed again; {_LIGER}"
+                yield change("model", why, use_liger=True, enable_gradient_checkpointing=False)
         budget = actor.ppo_max_token_len_per_gpu
         if budget:
             yield change("actor", "fewer passes", ppo_max_token_len_per_gpu=2 * budget)
@@ -446,10 +460,21 @@ class Placement:
                 yield change("rollout", "more sequences at once", gpu_memory_utilization=share / 100)
         elif rollout.name == "hf":
             yield change("rollout", "vLLM's kernels", name="vllm")
+        yield from self._fp8()
         if rollout.engine_kwargs.get("enforce_eager"):
             kept = {name: value for name, value in rollout.engine_kwargs.items() if name != "enforce_eager"}
             changed = self._with("rollout", engine_kwargs=kept)
             yield "rollout.engine_kwargs.enforce_eager=false", changed, "kernels are launched as CUDA graphs"
+
+    def _fp8(self) -> Iterator[tuple[str, Placement, str]]:
+        """Sampling in fp8, the plan with it, and why: every token reads weights, keys and values."""
+        given = self.spec.rollout.engine_kwargs
+        can = self.spec.rollout.name == "vllm" and self.machine.has_fp8
+        for option, what in {"quantization": "weights", "kv_cache_dtype": "keys and values"}.items():
+            if can and option not in given:
+                changed = self._with("rollout", engine_kwargs={**given, option: "fp8"})
+                why = f"{what} of 8 bits, so that samples differ more from the policy; not tried with rlctl"
+                yield f"rollout.engine_kwargs.{option}=fp8", changed, why
 
     def _with(self, section: str, **values: object) -> Placement:
         changed = getattr(self.spec, section).model_copy(update=values)
@@ -481,9 +506,8 @@ class Placement:
         if not machine.gpus:  # the ranks are in host memory
             key = "model.path"
             fix = "use a smaller model, lora_rank, shorter responses, or a GPU"
-        has_copy = any(part.name == _COPY for part in self.host_parts)
-        if spec.trainer.save_in_background and self._saves_in_background and not has_copy:
-            message = f"a node's memory has no room for a copy of {gib(self._checkpoint_share())}"
+        if spec.trainer.save_in_background and self._copy_is_wanted and not self._copies_checkpoint:
+            message = f"a copy of {gib(self._checkpoint_share())} does not fit into a node's memory"
             message += ", so training waits while checkpoints are written"
             yield Problem("warning", "trainer.save_in_background", message, "use more nodes, or set it false")
         host = memory_total(parts)

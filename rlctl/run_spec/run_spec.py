@@ -260,6 +260,17 @@ class RunSpec(Section):
         return {"fp32": 4, "bf16": 2}.get(self.rollout.dtype or "", self.engine.width)
 
     @property
+    def sampled_width(self) -> int:
+        """Bytes per weight in the memory of the rollout engine: 1 if vLLM quantises them to fp8."""
+        return 1 if self.rollout.engine_kwargs.get("quantization") == "fp8" else self.rollout_width
+
+    @property
+    def cached_width(self) -> int:
+        """Bytes per number of cached keys and values."""
+        kind = str(self.rollout.engine_kwargs.get("kv_cache_dtype", ""))
+        return 1 if kind.startswith("fp8") else self.rollout_width
+
+    @property
     def rollout_engine(self) -> EngineCapabilities:
         """Capabilities of the rollout engine."""
         capabilities: EngineCapabilities | None = ROLLOUT_ENGINES.part(self.rollout.name).capabilities

@@ -226,8 +226,9 @@ class StepWork:
 
     @property
     def _summed_between(self) -> float:
-        """Bytes to sum a rank's shard of the gradients over the groups, which moves it twice."""
-        return 2 * self.reduced / self._group if self._group and self._sums_in_group else 0.0
+        """Bytes to sum a rank's shard of the gradients over the groups of FSDP2, which moves it twice."""
+        assert self._group
+        return 2 * self.reduced / self._group
 
     @property
     def _refreshed(self) -> float:
@@ -320,9 +321,7 @@ class StepWork:
 
     def cached_bytes(self, shape: Shape) -> float:
         """Bytes of keys and values per token."""
-        kind = str(self.spec.rollout.engine_kwargs.get("kv_cache_dtype", ""))
-        width = 1 if kind.startswith("fp8") else self.spec.rollout_width
-        return 2.0 * (shape.layers - shape.linear_layers) * shape.keys * width
+        return 2.0 * (shape.layers - shape.linear_layers) * shape.keys * self.spec.cached_width
 
     @property
     def _engine_gpus(self) -> int:
@@ -343,9 +342,7 @@ class StepWork:
         parameters = self.size.num_parameters or 0
         idle = self.size.num_idle
         unused = idle * (idle / parameters) ** max(tokens - 1, 0.0) if idle else 0.0
-        is_fp8 = self.spec.rollout.engine_kwargs.get("quantization") == "fp8"
-        width = 1 if is_fp8 else self.spec.rollout_width
-        return (parameters - unused - self._idle_embedding(shape)) * width
+        return (parameters - unused - self._idle_embedding(shape)) * self.spec.sampled_width
 
     def generation(self, shape: Shape, rates: Rates) -> float:
         """Seconds to sample the responses of a step: until the slowest engine's longest response ends."""
@@ -386,7 +383,7 @@ class StepWork:
             return float(spec.rollout.max_num_seqs or 1e9)
         share = spec.rollout.gpu_memory_utilization * machine.gpu_bytes
         share -= memory_total(rollout_workspace(spec, shape, machine.gpu_bytes))
-        weights = (self.size.num_parameters or 0) * spec.rollout_width
+        weights = (self.size.num_parameters or 0) * spec.sampled_width
         cache = share * self._engine_gpus - weights
         stored = self.lengths.context - (1 - once) * self.lengths.prompt
         return max(1.0, min(most, cache / (self.cached_bytes(shape) * stored)))

@@ -15,7 +15,7 @@ from rlctl.cli.app import run
 from rlctl.run_spec import machine as machine_module
 from rlctl.run_spec.load import load_spec
 from rlctl.run_spec.machine import GIB, MACHINES, Machine, machine_of, this_machine
-from rlctl.run_spec.memory import memory_total
+from rlctl.run_spec.memory import CONTEXT, MemoryPart, memory_total
 from rlctl.run_spec.model_size import PUBLISHED, ModelSize, Shape, checkpoint_bytes, model_size
 from rlctl.run_spec.placement import Placement
 
@@ -639,3 +639,66 @@ def test_memory_that_the_container_lacks_is_not_free(tmp_path: Path, monkeypatch
     assert machine_module.free_host_bytes() == 3_000_000 - 2_500_000 + 900_000 - 100_000
     files[0].write_text("max\n")
     assert machine_module.free_host_bytes() > 3_000_000
+
+
+def test_what_cuda_and_nccl_take_is_counted_on_gpus() -> None:
+    def taken(plan: Placement) -> float:
+        return sum(part.num_bytes or 0.0 for part in plan.gpu_parts if part.name == CONTEXT)
+
+    alone, many = place("1xh100"), place("8xh100", "trainer.n_gpus_per_node=8")
+    assert 0.5 * GIB < taken(alone) < 1.0 * GIB
+    assert 1.5 * GIB < taken(many) < 2.5 * GIB
+    assert many.gpu_peak() >= taken(many)  # in every phase
+    assert taken(place(replace(MACHINES["1xh100"], gpus=0))) == 0.0
+
+
+#: Options of vLLM → what of the engine they halve.
+FP8 = {"quantization": "rollout's weights", "kv_cache_dtype": "key-value cache"}
+
+
+def test_sampling_in_fp8_is_suggested_where_the_gpu_has_it_and_it_is_faster() -> None:
+    lengths = ("data.max_prompt_length=1024", "data.max_response_length=8192")
+
+    def suggested(machine: str, *given: str) -> dict[str, float]:
+        plan = place(machine_of(machine), *lengths, *given, presets=("8gpu", "rloo-seq-is"))
+        return {each.setting: each.seconds.middle for each in plan.suggestions()}
+
+    settings = {name: f"rollout.engine_kwargs.{name}=fp8" for name in FP8}
+    for setting in settings.values():
+        found = suggested("8xh100")[setting]
+        changed = place("8xh100", *lengths, setting, presets=("8gpu", "rloo-seq-is"))
+        assert changed.intervals["whole step"].middle == pytest.approx(found)
+        assert setting not in suggested("8xh100", setting)
+    assert not suggested("8xa100").keys() & set(settings.values())
+    assert not suggested("8xh100", "rollout.name=hf").keys() & set(settings.values())
+
+
+def test_fp8_takes_half_of_the_memory() -> None:
+    def parts(*given: str) -> dict[str, MemoryPart]:
+        plan = place("8xh100", *given, presets=("8gpu", "rloo-seq-is"))
+        return {part.name: part for part in plan.gpu_parts}
+
+    plain = parts()
+    weights = parts("rollout.engine_kwargs.quantization=fp8")
+    assert weights["rollout's weights"].num_bytes == P == plain["rollout's weights"].num_bytes / 2
+    assert weights["key-value cache"].num_bytes == plain["key-value cache"].num_bytes + P  # of the same share
+    cache = parts("rollout.engine_kwargs.kv_cache_dtype=fp8")
+    numbers = [int(re.search(r"for (\d+) seq", each["key-value cache"].note)[1]) for each in (plain, cache)]
+    assert numbers[1] == pytest.approx(2 * numbers[0], abs=1)
+
+
+def test_ligers_kernels_are_suggested_where_they_make_it_fit() -> None:
+    """Also where layers need not be computed again with them; the estimate has no other seconds of theirs."""
+    again = "model.enable_gradient_checkpointing"
+
+    def suggested(tokens: int, recomputes: str) -> set[str]:
+        given = ("data.max_prompt_length=512", "data.max_response_length=3072", f"{again}={recomputes}")
+        given += ("model.attn_implementation=varlen", f"actor.ppo_max_token_len_per_gpu={tokens}")
+        return {
+            each.setting for each in place("8xh100", *given, presets=("8gpu", "rloo-seq-is")).suggestions()
+        }
+
+    assert "model.use_liger=true" in suggested(10_500, "false")  # 85 GiB, with Liger 67
+    assert f"model.use_liger=true {again}=false" in suggested(10_500, "true")
+    assert f"{again}=false" in suggested(4000, "true")
+    assert not any("use_liger" in setting for setting in suggested(4000, "true"))  # it fits without

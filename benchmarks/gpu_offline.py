@@ -185,8 +185,9 @@ def _cases(rehearse: bool, num_gpus: int = 1) -> list[Case]:
         command = [*python, "benchmarks/card.py", "--case", size, engine, "--steps", "1" if rehearse else "5"]
         command += ["--set", *more] if more else []
         needs = ("vllm",) if engine == "vllm" else ()
-        # Loading, six steps, and vLLM's graphs of CUDA where it samples.
+        # Loading, six steps, vLLM's graphs of CUDA where it samples, and compilers.
         expected = {"tiny": 30, "0.5b": 60, "1.5b": 100, "7b": 240}[size] + 60 * (engine == "vllm")
+        expected += 60 * ("compiled" in name)
         name = f"card {size} {engine} {name}".strip()
         return Case(name, command, limit, expected, needs, figures=True)
 
@@ -226,6 +227,14 @@ def _cases(rehearse: bool, num_gpus: int = 1) -> list[Case]:
         card("1.5b", "hf", 420),
         attention(),
         card("1.5b", "hf", 420, "varlen", "model.attn_implementation=varlen"),
+        card(
+            "1.5b",
+            "hf",
+            420,
+            "varlen compiled",
+            "model.attn_implementation=varlen",
+            "model.compile_layers=true",
+        ),
         card("1.5b", "hf", 420, "offload", *offload),
         Case("kill and resume", [*python, "-m", "benchmarks.chaos", "--kills", "2"], 420, 180),
         *(
@@ -272,7 +281,11 @@ def _tests(python: list[str]) -> list[Case]:
         return [Case("collect tests/gpu", command, 120)]  # shows the error
     run = [*python, "-m", "pytest", "-q", "-rs", "-p", "no:cacheprovider"]
     # vLLM also compiles, and captures graphs of CUDA.
-    return [Case(name, [*run, name], 300, 90 if "vllm" in name else 30) for name in names]
+    compile_too = ("vllm", "compiled")
+    return [
+        Case(name, [*run, name], 300, 90 if any(word in name for word in compile_too) else 30)
+        for name in names
+    ]
 
 
 def _card() -> str | None:

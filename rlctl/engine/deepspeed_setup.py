@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import contextlib
+import importlib
+import os
+import shutil
 from collections.abc import Callable, Iterator, Mapping
 from functools import wraps
 from typing import Any, Literal, NotRequired, TypedDict
@@ -12,11 +15,17 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from rlctl.engine.sequence_parallel import SequenceParallel
-from rlctl.errors import UsageError
+from rlctl.errors import EnvironmentFailure, UsageError
 from rlctl.routing import recomputing
 from rlctl.run_spec.memory import REDUCE_BUCKET
 
 Offload = Literal["none", "optimizer", "all"]
+#: torch's compiler of kernels.
+INDUCTOR = "inductor"
+#: Graphs of one kind of layer that torch keeps: with and without gradient, mask, adapters, one row or many.
+#: Above its default of 8 it stops compiling.
+_GRAPHS = 32
+_COMPILE = "model.compile_layers"
 
 
 class Settings(TypedDict):
@@ -28,6 +37,7 @@ class Settings(TypedDict):
         weight_decay, betas: of AdamW.
         grad_clip: maximum global gradient norm; 0: no clipping.
         gradient_checkpointing: recompute layers in the backward pass instead of storing activations.
+        compile_backend: backend of `torch.compile` for the layers; None: they are not compiled.
         offload: what is kept in host memory, see `deepspeed_config`.
         shard_size: number of ranks that share one copy of sharded weights; None: all ranks.
         more_config: merged into DeepSpeed's configuration.
@@ -40,6 +50,7 @@ class Settings(TypedDict):
     betas: tuple[float, float]
     grad_clip: float
     gradient_checkpointing: NotRequired[bool]
+    compile_backend: NotRequired[str | None]
     offload: NotRequired[Offload]
     shard_size: NotRequired[int | None]
     more_config: NotRequired[Mapping[str, Any]]
@@ -112,6 +123,56 @@ def merged(base: Mapping[str, Any], more: Mapping[str, Any]) -> dict[str, Any]:
     return result
 
 
+def compile_layers(model: Any, backend: str) -> None:
+    """Compiles each layer of the model alone; layers of one kind share graphs, for all sizes of their input.
+
+    Call it before `recompute_layers`, so that a recomputed layer is a compiled one, and before hooks are
+    added to the layers.
+
+    Args:
+        backend: of `torch.compile`.
+
+    Raises:
+        UsageError: the model does not mark its layers.
+        EnvironmentFailure: there is no C compiler.
+    """
+    if backend == INDUCTOR and not any(map(shutil.which, (os.environ.get("CC", "cc"), "gcc", "clang"))):
+        message = "torch.compile needs a C compiler, and found none"
+        raise EnvironmentFailure(message, where=_COMPILE, fix="install gcc, or set it to false")
+    dynamo: Any = importlib.import_module("torch._dynamo.config")
+    dynamo.recompile_limit = max(dynamo.recompile_limit, _GRAPHS)
+    for layer in layers_of(model, _COMPILE, "set it to false"):
+        layer.forward = _compiled(layer.forward, backend)
+
+
+def _compiled(forward: Callable[..., Any], backend: str) -> Callable[..., Any]:
+    """`forward`, compiled unless it gets a cache: each layer's place in it would need a graph of its own."""
+    compiled = torch.compile(forward, backend=backend, dynamic=True)
+
+    @wraps(forward)
+    def run(*args: Any, **kwargs: Any) -> Any:
+        uses_cache = kwargs.get("past_key_values") is not None
+        return (forward if uses_cache else compiled)(*args, **kwargs)
+
+    return run
+
+
+def layers_of(model: Any, key: str, fix: str) -> list[Any]:
+    """The layers of a transformers model, in order.
+
+    Raises:
+        UsageError: the model does not mark them; `key` and `fix` are those of the error.
+    """
+    from transformers.modeling_layers import GradientCheckpointingLayer
+
+    layers = [module for module in model.modules() if isinstance(module, GradientCheckpointingLayer)]
+    if not layers:
+        raise UsageError(
+            f"{type(model).__name__} does not mark its layers, which this needs", where=key, fix=fix
+        )
+    return layers
+
+
 def recompute_layers(model: Any) -> None:
     """Activation (gradient) checkpointing: a layer stores its input and is recomputed in the backward pass.
 
@@ -125,14 +186,8 @@ def recompute_layers(model: Any) -> None:
     Raises:
         UsageError: the model does not mark the layers that can be recomputed.
     """
-    from transformers.modeling_layers import GradientCheckpointingLayer
-
-    layers = [module for module in model.modules() if isinstance(module, GradientCheckpointingLayer)]
-    if not layers:
-        message = f"{type(model).__name__} does not support gradient checkpointing"
-        fix = "set it to false, and actor.ppo_micro_batch_size_per_gpu lower"
-        raise UsageError(message, where="model.enable_gradient_checkpointing", fix=fix)
-    for layer in layers:
+    fix = "set it to false, and actor.ppo_micro_batch_size_per_gpu lower"
+    for layer in layers_of(model, "model.enable_gradient_checkpointing", fix):
         layer.forward = _recomputed(layer.forward)
 
 

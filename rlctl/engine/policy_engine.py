@@ -23,7 +23,7 @@ import torch
 from torch import Tensor, nn
 
 from rlctl.batch import ModelInputs
-from rlctl.engine.deepspeed_setup import Settings, recompute_layers
+from rlctl.engine.deepspeed_setup import Settings, compile_layers, recompute_layers
 from rlctl.engine.layout import BodyReader
 from rlctl.engine.log_probs import PolicyModule
 from rlctl.engine.lora import ADAPTER, Adapter, adapter_parameters
@@ -93,6 +93,8 @@ class Engine:
     def __init__(self, model: Any, ranks: Ranks, **settings: Unpack[Settings]) -> None:
         self.ranks = ranks
         self._dtype = settings["dtype"]  # of forward and backward pass
+        if backend := settings.get("compile_backend"):
+            compile_layers(model, backend)
         if settings.get("gradient_checkpointing"):
             recompute_layers(model)
 

@@ -236,6 +236,27 @@ def attention_kernel_fits(spec: RunSpec) -> Problems:
 
 
 @spec_check
+def layers_can_be_compiled(spec: RunSpec) -> Problems:
+    """`compile_layers` needs layers that run alone: without hooks or collectives inside."""
+    engine = spec.engine
+    if not spec.model.compile_layers:
+        return
+    key = "model.compile_layers"
+    needs_stage_3 = engine.offload == "all" or engine.shard_size is not None
+    if engine.name == "deepspeed" and (engine.zero_stage == 3 or needs_stage_3):
+        message = "ZeRO-3 gathers weights within each layer, so that it cannot be compiled"
+        yield error(key, message, LEAVE_OUT if needs_stage_3 else f"{LEAVE_OUT}, or set engine.zero_stage: 2")
+    if engine.sequence_parallel > 1:
+        message = "with engine.sequence_parallel ranks exchange tokens within each layer"
+        yield error(key, message, f"{LEAVE_OUT}, or set engine.sequence_parallel: 1")
+    if spec.actor.routing_replay or spec.actor.router_aux_loss_coef:
+        message = (
+            "actor.routing_replay and actor.router_aux_loss_coef read what routers choose, within each layer"
+        )
+        yield error(key, message, LEAVE_OUT)
+
+
+@spec_check
 def learning_rate_is_usual(spec: RunSpec) -> Problems:
     """Policy-gradient training of a pretrained model needs lower learning rates than supervised training."""
     lr = spec.actor.lr

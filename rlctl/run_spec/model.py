@@ -73,6 +73,10 @@ class ModelSpec(Section):
     use_liger: bool = False
     """Use Liger's fused kernels for norms, rotary embedding and feed-forward layers of policy, critic,
     reference and Hugging Face rollouts; they store fewer activations. Needs a GPU and `rlctl[liger]`."""
+    compile_layers: bool = False
+    """Compile each layer of policy and critic for training, by `torch.compile`: it fuses what is between
+    matrix products. Not timed on a GPU yet; the first passes compile for a minute or more. Needs a C
+    compiler; not with ZeRO-3 or sequence parallelism."""
     lora_rank: int = Field(default=0, ge=0)
     """Train low-rank adapters of this rank instead of all weights; 0: all weights."""
     lora_alpha: float = Field(default=32.0, gt=0)

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from rlctl.engine.deepspeed import load_partitioned
-from rlctl.engine.deepspeed_setup import Settings
+from rlctl.engine.deepspeed_setup import INDUCTOR, Settings
 from rlctl.engine.engines import TrainContext, build_training_engine
 from rlctl.engine.lora import BasePolicy, OffloadedBase, add_lora, load_adapter
 from rlctl.engine.model import load_policy, load_tokenizer
@@ -159,6 +159,7 @@ def _training(spec: RunSpec, of: ActorSpec | CriticSpec) -> Settings:
         betas=of.betas,
         grad_clip=of.grad_clip,
         gradient_checkpointing=spec.model.enable_gradient_checkpointing,
+        compile_backend=INDUCTOR if spec.model.compile_layers else None,
         offload=spec.engine.offload,
         shard_size=spec.engine.shard_size,
         more_config=spec.engine.deepspeed,

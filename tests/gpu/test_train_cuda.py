@@ -41,11 +41,20 @@ def test_lora_zero3_with_recomputed_layers(tmp_path: Path) -> None:
 @pytest.mark.skipif(importlib.util.find_spec("liger_kernel") is None, reason="liger-kernel is not installed")
 @pytest.mark.parametrize("more", [[], ["model.lora_rank=8", "engine.zero_stage=3"]])
 def test_ligers_kernels_train_as_plain_layers_do(tmp_path: Path, more: list[str]) -> None:
+    check_first_step(tmp_path, "model.use_liger", more)
+
+
+@pytest.mark.parametrize("more", [["engine.zero_stage=2"], ["engine.name=fsdp"]])
+def test_compiled_layers_train_as_plain_layers_do(tmp_path: Path, more: list[str]) -> None:
+    check_first_step(tmp_path, "model.compile_layers", more)
+
+
+def check_first_step(tmp_path: Path, key: str, more: list[str]) -> None:
     """Same weights, same samples up to rounding: the first step's rewards and gradient are alike."""
     first = []
     for used in ("false", "true"):
         arguments = ("-p", "rloo-seq-is", "trainer.total_training_steps=2", "engine.dtype=bf16", *more)
-        run = runs.train(tmp_path / used, *arguments, f"model.use_liger={used}")
+        run = runs.train(tmp_path / used, *arguments, f"{key}={used}")
         lines = runs.metrics(run)
         assert [line["step"] for line in lines] == [1, 2]
         assert lines[0]["training/rollout_probs_diff_mean"] < 0.05

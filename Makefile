@@ -11,7 +11,7 @@ TORCH_CPU := torch==2.13.0+cpu
 # Every process that a test starts would compile rlctl again.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: help train train-llm test test-all test-fast test-llm test-lowest check types lint imports site site-version docs setup setup-dev verl conformance contracts system bench mutants chaos gpu gpu-offline gpu-kernels image clean
+.PHONY: help train train-llm test test-all test-fast test-llm test-lowest check types lint imports site site-version docs setup setup-dev verl conformance contracts system bench mutants chaos gpu gpu-offline gpu-kernels cuda-trace image clean
 
 help:  ## Show this list
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | awk -F ':.*## ' '{printf "  make %-12s %s\n", $$1, $$2}'
@@ -180,6 +180,11 @@ gpu-offline:  ## The same on a machine as it is: each case a process, JSON after
 gpu-kernels: setup-dev  ## Without a GPU: the Triton kernels that GPUs run, interpreted and compared, then compiled
 	$(BIN)/python benchmarks/gpu_kernels.py
 	$(BIN)/python benchmarks/gpu_kernels.py --compile 80 90 100 120
+
+cuda-trace:  ## Without a GPU: passes on CUDA tensors without memory, with torch's CUDA build (in .venv-cuda, several GB)
+	test -x .venv-cuda/bin/python || $(PYTHON) -m venv .venv-cuda
+	.venv-cuda/bin/python -m pip --disable-pip-version-check install -q "$(TORCH)" -e ".[train]"
+	.venv-cuda/bin/python benchmarks/cuda_trace.py
 
 image:  ## Build the images rlctl:cpu and rlctl:cuda (needs Docker)
 	@command -v docker >/dev/null || { echo "Docker is not installed"; exit 1; }

@@ -64,7 +64,9 @@ def compiler() -> Iterator[None]:
 
 @pytest.mark.slow
 @pytest.mark.usefixtures("compiler")
-@pytest.mark.parametrize(("kind", "kinds_of_layers"), [("llama", 1), ("gemma2", 2)])
+@pytest.mark.parametrize(
+    ("kind", "kinds_of_layers"), [("llama", 1), pytest.param("gemma2", 2, marks=pytest.mark.thorough)]
+)
 def test_log_probs_and_gradients_are_equal_for_batches_of_all_sizes(kind: str, kinds_of_layers: int) -> None:
     plain = tiny_model(kind)
     compiled = copy.deepcopy(plain)

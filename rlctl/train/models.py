@@ -7,7 +7,7 @@ import copy
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 from rlctl.engine.deepspeed import load_partitioned
 from rlctl.engine.deepspeed_setup import INDUCTOR, Settings
@@ -20,7 +20,7 @@ from rlctl.engine.sequence_parallel import share_rows
 from rlctl.environment.template_audit import Findings, unknown_end
 from rlctl.rollout.engines import EngineContext, build_rollout
 from rlctl.rollout.hf import DTYPES, into_precision
-from rlctl.rollout.protocol import end_ids
+from rlctl.rollout.protocol import InFlightEngine, end_ids
 from rlctl.rollout.shared_engine import EngineLock, InFlightRollout, LockedRollout
 from rlctl.run_spec.algorithm import ActorSpec, CriticSpec
 from rlctl.run_spec.run_spec import RunSpec
@@ -118,7 +118,9 @@ def build_models(
     lock = EngineLock()
     offloadable = OffloadedBase(model) if spec.engine.offload_base else None
     trainers = LockedRollout(rollout, lock, first=True, offloadable=offloadable)
-    ahead = InFlightRollout(rollout) if spec.rollout.in_flight else LockedRollout(rollout, lock, first=False)
+    ahead: InFlightRollout | LockedRollout = LockedRollout(rollout, lock, first=False)
+    if spec.rollout.in_flight:
+        ahead = InFlightRollout(cast(InFlightEngine, rollout))  # `build_rollout` has checked it
     notes = _endless(tokenizer, end_ids(tokenizer, model.generation_config))
     return Models(
         tokenizer=tokenizer,

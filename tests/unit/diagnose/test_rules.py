@@ -250,6 +250,8 @@ TRIGGERS = {
     "small-updates": [
         ("warning", small_updates, []),
         ("warning", mean_log_ratios(1e-8), [DECOUPLED, PPO]),
+        ("warning", both(small_updates, always(training__staleness_max=2.0)), []),  # even over more updates
+        ("warning", both(small_updates, corr(k3_kl=lambda s: 2e-6 if s == 9 else 3e-9)), []),
         ("warning", always(), ["actor.lr=0"]),
         ("warning", always(actor__lr=lambda s: 1e-12 * s), []),
     ],

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import inspect
+import json
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import closing
+from functools import cache
 from typing import TYPE_CHECKING, Any
 
 from rlctl.data.schema import Row
@@ -12,6 +14,7 @@ from rlctl.errors import UsageError
 from rlctl.registry import ENVIRONMENTS
 from rlctl.reward.build import named_grader
 from rlctl.reward.pool import GradingPool, is_ours
+from rlctl.user_code import files_of
 
 if TYPE_CHECKING:
     from rlctl.run_spec.environment import EnvironmentSpec
@@ -89,7 +92,14 @@ def asked_by(term: RewardTerm) -> tuple[str, ...]:
     """
     if is_ours(term.name):
         return () if term.name == "model" else (_TRUTH,)
-    with closing(GradingPool(term.name, term.params, num_workers=1)) as pool:
+    changed = tuple(file.stat().st_mtime_ns for file in files_of(term.name))
+    return _asked_by_function(term.name, json.dumps(term.params), changed)
+
+
+@cache
+def _asked_by_function(name: str, params: str, changed: tuple[int, ...]) -> tuple[str, ...]:
+    """What a user's function reads, which its process says when it starts; `changed`: times of its files."""
+    with closing(GradingPool(name, json.loads(params), num_workers=1)) as pool:
         pool.check()
         return pool.asks
 

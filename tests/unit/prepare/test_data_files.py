@@ -18,6 +18,7 @@ from rlctl.prepare.needs import asked_by, check_needs
 from rlctl.prepare.pipeline import prepare
 from rlctl.prepare.recipes import LAYOUTS, Recipe, recognise
 from rlctl.prepare.request import PrepareRequest
+from rlctl.reward.pool import GradingPool
 from rlctl.run_spec.environment import EnvironmentSpec
 from rlctl.run_spec.rollout import RewardSpec, RewardTerm
 from tests.unit.prepare.helpers import write_jsonl
@@ -222,6 +223,26 @@ def test_what_a_function_asks_for_is_in_every_row(tmp_path):
     with pytest.raises(UsageError, match="'level'"):
         check_needs(rows, by_source)
     check_needs(rows, RewardSpec(by_source={"b": f"{file}:columns"}))
+
+
+def test_a_function_is_asked_once_until_its_file_changes(tmp_path, monkeypatch):
+    """A run checks its rows before it starts and again when all are read."""
+    started = []
+
+    class Counted(GradingPool):
+        def __init__(self, name, *args, **options):
+            started.append(name)
+            super().__init__(name, *args, **options)
+
+    monkeypatch.setattr("rlctl.prepare.needs.GradingPool", Counted)
+    file = tmp_path / "own.py"
+    file.write_text(REWARDS)
+    truth = RewardTerm(name=f"{file}:truth")
+    assert asked_by(truth) == asked_by(truth) == ("ground_truth",)
+    assert len(started) == 1
+    file.write_text(REWARDS.replace("def truth(solution_str, ground_truth)", "def truth(solution_str)"))
+    assert asked_by(truth) == ()
+    assert len(started) == 2
 
 
 def test_what_reset_asks_for_is_in_every_row(tmp_path):

@@ -97,10 +97,16 @@ def figures(names: Iterable[str], jobs: int = 1) -> Figures:
         return {name: _recorded(where / name, chosen[name]) for name in done}
 
 
+#: Modules that start grading processes: to grade, and to ask what a grader reads of a row.
+STARTERS = ("rlctl.reward.build", "rlctl.prepare.needs")
+
+
 class InProcess(Scorer):
     """Grades in place of the grading processes, whose start takes longer than the training."""
 
-    def __init__(self, name: str, params: object, threads: int = 1) -> None:
+    asks: tuple[str, ...] = ()
+
+    def __init__(self, name: str, params: object, threads: int = 1, num_workers: int = 1) -> None:
         self._function = getattr(graders, name.rpartition(":")[2])
 
     def check(self) -> None:
@@ -135,7 +141,8 @@ def _run(names: list[str], directory: str) -> int:
         own = [f"trainer.run_dir={directory}/{name}", f"trainer.n_gpus_per_node={case.ranks}"]
         try:
             with contextlib.ExitStack() as stack:
-                stack.enter_context(mock.patch("rlctl.reward.build.GradingPool", InProcess))
+                for module in STARTERS:
+                    stack.enter_context(mock.patch(f"{module}.GradingPool", InProcess))
                 # The stored log-probs are others plus noise, at some tokens above 0.
                 stack.enter_context(mock.patch("rlctl.rollout.turn_checks.LARGEST_LOG_PROB", math.inf))
                 for function, value in case.patches.items():

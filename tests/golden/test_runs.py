@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 
+from rlctl.metric_names import describe
 from tests.golden.cases import cases
 from tests.golden.runs import Figures, difference, figures, read
 from tests.golden.tolerance import PROCESSORS
@@ -40,6 +41,13 @@ def test_figures_are_as_they_were(now: Figures, name: str) -> None:
 def test_every_case_is_recorded() -> None:
     assert list(GOLDEN) == list(cases())
     assert set(FEW) <= set(GOLDEN)
+
+
+def test_every_metric_has_a_definition() -> None:
+    recorded = {key for steps in GOLDEN.values() for step in steps for key in step}
+    metrics = {key for key in recorded if key != "step" and not key.startswith(("change/", "dump/"))}
+    assert len(metrics) > 100
+    assert [key for key in metrics if describe(key) is None] == []
 
 
 @pytest.mark.parametrize(

@@ -94,7 +94,7 @@ def test_random_moments(arguments: list[str], small_run: Path, tmp_path: Path) -
     subprocess.run(command, **options, capture_output=True, check=False)
     whole = time.monotonic() - start
     chance = random.Random(0)
-    for _ in range(4):
+    for _ in range(2):
         shutil.rmtree(tmp_path / "exported", ignore_errors=True)  # an export refuses a directory with files
         with subprocess.Popen(
             command, **options, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE

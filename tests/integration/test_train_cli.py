@@ -15,12 +15,11 @@ from rlctl.metric_names import SECTIONS, describe
 from rlctl.run_spec.load import load_spec
 from rlctl.track.open_run import log_ratios
 from tests import runs
-from tests.processes import ROOT, Job
+from tests.processes import Job
 
 pytestmark = pytest.mark.usefixtures("embedded")
 SEQ = ("-p", "rloo-seq-is")
 STEPS = "trainer.total_training_steps=4"
-PRESETS = ROOT / "presets" / "algorithms"
 
 
 @pytest.fixture(scope="module")
@@ -123,7 +122,7 @@ def test_two_ranks_are_one_run(run_dir: Path, tmp_path: Path) -> None:
     assert len(runs.rollouts(two)) == 4 * 32
 
 
-@pytest.mark.parametrize(("stage", "count"), [(0, 2), (1, 1), (2, 1), (2, 2), (3, 1), (3, 2)])
+@pytest.mark.parametrize(("stage", "count"), [(1, 1), (2, 2), (3, 2)])
 def test_zero_stages_are_one_run(run_dir: Path, tmp_path: Path, stage: int, count: int) -> None:
     """Started as torchrun does."""
     cut = runs.train_on_ranks(tmp_path / "run", count, *SEQ, STEPS, f"engine.zero_stage={stage}")
@@ -142,13 +141,13 @@ def test_bf16_runs(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("preset", "overrides"),
     [
-        *[(path.stem, ()) for path in sorted(PRESETS.glob("*.yaml")) if path.stem != SEQ[1]],
-        ("rloo-seq-is", ("algorithm.rollout_correction.bypass_mode=false",)),
+        ("grpo-token-is-multi-rs", ()),
+        ("ppo-seq-is-token-rs", ()),
         ("rloo-seq-is", ("algorithm.rollout_correction.bypass_mode=false", "actor.ppo_epochs=2")),
-        ("rloo-seq-is", ("algorithm.rollout_correction.dialect=verl",)),
     ],
 )
 def test_presets_train(tmp_path: Path, preset: str, overrides: tuple[str, ...]) -> None:
+    """With a sampler that samples; the golden runs have every preset."""
     run = runs.train(tmp_path / "run", "-p", preset, "trainer.total_training_steps=2", *overrides)
     lines = runs.metrics(run)
     assert [line["step"] for line in lines] == [1, 2]

@@ -25,6 +25,7 @@ import subprocess
 import sys
 import time
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -218,7 +219,13 @@ def _cases(rehearse: bool, num_gpus: int = 1) -> list[Case]:
     )
     if rehearse:
         tiny = ("--tokens", "64", "--sequence", "16")
-        return [doctor, *_tests(python), card("tiny", "hf", 300), attention(*tiny), *planned[:1]]
+        return [
+            doctor,
+            *_tests(python, by_file=True),
+            card("tiny", "hf", 300),
+            attention(*tiny),
+            *planned[:1],
+        ]
     return [
         doctor,
         *_tests(python),
@@ -259,9 +266,9 @@ def _planned(python: list[str], preset: str) -> Case:
     return Case(f"dry run {preset}", command, 60, 8, good=(0, 2))
 
 
-def _tests(python: list[str]) -> list[Case]:
-    """One case per test of `tests/gpu`, as pytest collects them."""
-    command = [
+def _tests(python: list[str], *, by_file: bool = False) -> list[Case]:
+    """One case per test of `tests/gpu`, as pytest collects them; or per file, where all are skipped."""
+    command = (
         *python,
         "-m",
         "pytest",
@@ -272,13 +279,12 @@ def _tests(python: list[str]) -> list[Case]:
         "gpu",
         "-p",
         "no:cacheprovider",
-    ]
-    paths = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))
-    env = os.environ | {"PYTHONPATH": paths}
-    found = subprocess.run(command, cwd=ROOT, env=env, capture_output=True, text=True, check=False)
-    names = [line for line in found.stdout.splitlines() if line.startswith(GPU_TESTS) and "::" in line]
+    )
+    names = _collected(command)
     if not names:
-        return [Case("collect tests/gpu", command, 120)]  # shows the error
+        return [Case("collect tests/gpu", list(command), 120)]  # shows the error
+    if by_file:
+        names = tuple(dict.fromkeys(name.partition("::")[0] for name in names))
     run = [*python, "-m", "pytest", "-q", "-rs", "-p", "no:cacheprovider"]
     # vLLM also compiles, and captures graphs of CUDA.
     compile_too = ("vllm", "compiled")
@@ -286,6 +292,15 @@ def _tests(python: list[str]) -> list[Case]:
         Case(name, [*run, name], 300, 90 if any(word in name for word in compile_too) else 30)
         for name in names
     ]
+
+
+@cache
+def _collected(command: tuple[str, ...]) -> tuple[str, ...]:
+    """The tests that a command lists."""
+    paths = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))
+    env = os.environ | {"PYTHONPATH": paths}
+    found = subprocess.run(command, cwd=ROOT, env=env, capture_output=True, text=True, check=False)
+    return tuple(line for line in found.stdout.splitlines() if line.startswith(GPU_TESTS) and "::" in line)
 
 
 def _card() -> str | None:

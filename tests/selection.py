@@ -213,6 +213,7 @@ KINDS: dict[str, dict[str, tuple[str, ...]]] = {
 LONGEST = (
     "integration/test_pages.py",
     "golden/test_all_runs.py",
+    "integration/test_vllm_training.py",
     "faults/test_killed_and_resumed.py",
     "faults/test_killed_in_flight.py",
     "unit/reward/test_ground_truth_kinds.py",

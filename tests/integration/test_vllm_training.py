@@ -54,17 +54,19 @@ SHARED = (
 )
 TRAINED = {
     "all-weights": ALL_WEIGHTS,
-    "adapter": ADAPTER,
     "tensor-parallel": SHARED,
     "tensor-parallel-adapter": (*ADAPTER, *SHARED),
 }
+#: On one rank.
+ON_V2 = {"all-weights": ALL_WEIGHTS, "adapter": ADAPTER}
+STEPS = 2
 
 
 def train_each(directory: str) -> int:
     """One run on two ranks for each of `TRAINED`, in the launcher's process, which has vLLM imported."""
     from rlctl.cli.app import run
 
-    two_ranks = ("trainer.n_gpus_per_node=2", "engine.zero_stage=3", "trainer.total_training_steps=3")
+    two_ranks = ("trainer.n_gpus_per_node=2", "engine.zero_stage=3", f"trainer.total_training_steps={STEPS}")
     for name, trained in TRAINED.items():
         where = f"trainer.run_dir={directory}/{name}"
         if code := run(["train", where, *runs.SMALL, *VLLM, *trained, *two_ranks]):
@@ -85,7 +87,7 @@ def in_process(embedded_cache: Path, forked_vllm: Path, tmp_path_factory: pytest
 
 @pytest.mark.parametrize("trained", TRAINED)
 def test_in_the_trainers_processes_under_zero_3(in_process: Path, trained: str) -> None:
-    check_log_probs(in_process / trained, 3)
+    check_log_probs(in_process / trained, STEPS)
     if trained.startswith("tensor-parallel"):
         before, *lines = runs.metrics(in_process / trained)
         assert sum(line["filter_groups/rounds"] for line in lines) > len(lines)
@@ -111,19 +113,24 @@ def test_one_process_trains_one_run_after_the_other(tmp_path: Path, forked_vllm:
         check_log_probs(tmp_path / name, 2)
 
 
+#: Interpreted, a kernel takes time in proportion to its rows.
+FEW_ROWS = ("data.train_batch_size=4", "actor.ppo_mini_batch_size=4", "rollout.n=2")
+
+
 def train_on_v2(directory: str) -> int:
     from rlctl.cli.app import run
 
-    where, trained = f"trainer.run_dir={directory}", TRAINED[Path(directory).name]
-    return run(["train", where, *runs.SMALL, *VLLM, *trained, "trainer.total_training_steps=3"])
+    where, trained = f"trainer.run_dir={directory}", ON_V2[Path(directory).name]
+    steps = f"trainer.total_training_steps={STEPS}"
+    return run(["train", where, *runs.SMALL, *VLLM, *trained, *FEW_ROWS, steps])
 
 
 @pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="Triton is not installed")
-@pytest.mark.parametrize("trained", ["all-weights", "adapter"])
+@pytest.mark.parametrize("trained", ON_V2)
 def test_with_the_model_runner_of_gpus(tmp_path: Path, trained: str) -> None:
     """Model Runner V2, whose kernels Triton interprets: weights and adapters are loaded by other code."""
     run_on_v2(train_on_v2, tmp_path / trained, log=tmp_path / "log")
-    check_log_probs(tmp_path / trained, 3)
+    check_log_probs(tmp_path / trained, STEPS)
     assert "model runner V2" in (tmp_path / trained / "environment.json").read_text()
 
 

@@ -33,14 +33,13 @@ def test_they_compute_what_the_formulas_say() -> None:
 
 
 @needs_all
-@pytest.mark.parametrize("capability", [90, 120])
-def test_they_compile(capability: int) -> None:
-    """With the true types and a vocabulary of 151,936; `make gpu-kernels` compiles for others too."""
-    rows = rows_of("--compile", str(capability))
+def test_they_compile() -> None:
+    """With the true types and a vocabulary of 151,936; `make gpu-kernels` compiles for other cards too."""
+    rows = rows_of("--compile", "90")
     launched = {row["kernel"].split()[0] for row in rows}
     assert {"_gumbel_sample_kernel", "_topk_log_softmax_kernel", "_topk_topp_kernel"} < launched
     assert {"_lora_shrink_kernel", "_lora_expand_kernel", "_compute_slot_mappings_kernel"} < launched
-    assert {row["sm"] for row in rows} == {capability}
+    assert {row["sm"] for row in rows} == {90}
     assert min(row["bytes"] for row in rows) > 1000
     assert all(row["registers"] <= 255 for row in rows)
 

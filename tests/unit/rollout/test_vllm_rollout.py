@@ -36,7 +36,7 @@ needs_triton = pytest.mark.skipif(
     importlib.util.find_spec("triton") is None, reason="Triton is not installed"
 )
 PLAIN = Sampling(max_response_length=9)
-LIMITED = [replace(request, max_tokens=1 + place % 5) for place, request in enumerate(make_requests(n=4))]
+LIMITED = [replace(request, max_tokens=1 + place % 5) for place, request in enumerate(make_requests(n=2))]
 NUCLEUS = Sampling(max_response_length=9, temperature=0.7, top_p=0.9)
 
 
@@ -47,11 +47,11 @@ def ask(path: str, answers: str) -> int:
         vllm_options("fp32", 64, max_num_seqs=8) | {"block_size": 32, "max_logprobs": 12},
     )
 
-    everything = make_requests(n=4)
+    everything = make_requests(n=2)
     found = {
         "whole": engine.sample(everything, NUCLEUS),
         "again": engine.sample(everything, NUCLEUS),
-        "part": engine.sample([*everything[16:20], *everything[4:8]], NUCLEUS),
+        "part": engine.sample([*everything[8:10], *everything[2:4]], NUCLEUS),
         "plain": engine.sample(everything, PLAIN),
         "limits": engine.sample(LIMITED, PLAIN),
         "kept": engine.sample(everything, replace(NUCLEUS, top_k=6, with_kept=True)),
@@ -114,7 +114,7 @@ def logits_of(model, request: Request, turn: Turn) -> torch.Tensor:
     ("name", "temperature", "top_p"), [("whole", 0.7, 0.9), ("plain", 1.0, 1.0)], ids=["nucleus", "plain"]
 )
 def test_log_probs_are_those_of_the_distribution_sampled_from(model, answers, name, temperature, top_p):
-    for request, turn in zip(make_requests(n=4), answers[name], strict=True):
+    for request, turn in zip(make_requests(n=2), answers[name], strict=True):
         logits = logits_of(model, request, turn) / temperature
         expected = TopPLogitsWarper(top_p)(None, logits).log_softmax(-1)
         expected = expected.gather(-1, turn.token_ids[:, None]).squeeze(-1)
@@ -126,7 +126,7 @@ def test_log_probs_are_those_of_the_distribution_sampled_from(model, answers, na
 def test_it_says_what_it_sampled_from(model, answers):
     """So the trainer, restricted to that, has the engine's log-probs."""
     sizes = set()
-    for request, turn in zip(make_requests(n=4), answers["kept"], strict=True):
+    for request, turn in zip(make_requests(n=2), answers["kept"], strict=True):
         logits = logits_of(model, request, turn) / NUCLEUS.temperature
         for row, token, ids, log_prob in zip(
             logits,
@@ -146,7 +146,7 @@ def test_it_says_what_it_sampled_from(model, answers):
 
 @needs_vllm
 def test_it_lists_the_most_likely_tokens(model, answers):
-    for request, turn in zip(make_requests(n=4), answers["most_likely"], strict=True):
+    for request, turn in zip(make_requests(n=2), answers["most_likely"], strict=True):
         assert turn.most_likely.counts.tolist() == [4] * len(turn.token_ids)
         expected = (logits_of(model, request, turn) / NUCLEUS.temperature).log_softmax(-1).topk(4)
         ids, log_probs = turn.most_likely.padded()
@@ -262,7 +262,7 @@ def test_a_turn_depends_on_its_request_only(answers):
         [turn.token_ids.tolist() for turn in answers[name]] for name in ("whole", "again", "part")
     )
     assert again == whole
-    assert part == whole[16:20] + whole[4:8]
+    assert part == whole[8:10] + whole[2:4]
     assert len({tuple(tokens) for tokens in whole}) > len(TEXTS)
 
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 import multiprocessing.process
 import os
 import sys
+import tempfile
 import time
 import traceback
 from collections.abc import Callable, Iterable
@@ -178,6 +179,7 @@ def _child(
     os.dup2(descriptor, 2)
     os.environ.clear()  # the server's environment is that of its start
     os.environ.update(parent_env | env)
+    tempfile.tempdir = None  # it was read from the server's environment
     try:
         if before:
             before()

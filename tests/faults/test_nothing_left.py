@@ -43,7 +43,6 @@ def temporary(monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
 
 
 def prepare() -> None:
-    tempfile.tempdir = None  # of the process that the job is a fork of
     hooks.keepers_are_fast()
     hooks.pauses()
     tempfile.mkdtemp(prefix="before-")

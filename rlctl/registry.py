@@ -259,7 +259,7 @@ class Registry(Mapping[str, Callable[..., Any]]):
         Raises:
             UsageError: there is none, or the user's file or the package cannot be imported.
         """
-        if not is_file_function(name):
+        if name not in self._parts and not is_file_function(name):
             self._load()
         if name in self._parts:
             return self._parts[name]

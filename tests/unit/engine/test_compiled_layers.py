@@ -21,22 +21,20 @@ from tests.unit.engine import compile_jobs
 from tests.unit.engine.engine_jobs import FSDP
 
 #: Stage or engine, dtype, rank of adapters, recomputed layers.
-CASES = [(2, "fp32", 4, True), (1, "bf16", 0, False), (FSDP, "fp32", 0, True)]
+CASES = [(2, "fp32", 4, True), (FSDP, "fp32", 0, False)]
 
 
 @pytest.mark.slow
+@pytest.mark.thorough
 def test_engines_take_the_same_steps(tmp_path: Path) -> None:
     found = on_ranks_each(
         2, compile_jobs.steps, [(*case, on) for case in CASES for on in (False, True)], where=tmp_path
     )
     for case in CASES:
         plain, compiled = (found[*case, on][0] for on in (False, True))
-        is_exact = case[1] == "fp32"
-        assert compiled["norms"] == pytest.approx(plain["norms"], rel=1e-5 if is_exact else 0.02), case
+        assert compiled["norms"] == pytest.approx(plain["norms"], rel=1e-5), case
         for name, weight in plain["weights"].items():
-            torch.testing.assert_close(
-                compiled["weights"][name], weight, rtol=0, atol=1e-6 if is_exact else 5e-3
-            )
+            torch.testing.assert_close(compiled["weights"][name], weight, rtol=0, atol=1e-6)
         assert plain["graphs"] == 0
         assert 0 < compiled["graphs"] < compiled["limit"], case  # at the limit torch stops compiling
         assert compiled["breaks"] == {}, case

@@ -36,7 +36,7 @@ PYTEST := HF_HUB_OFFLINE=1 $(BIN)/python -m pytest -q -n 3 --max-worker-restart 
 PEERS := verl $(VENV)/.installed-peers $(VENV)/.installed-lm-eval system
 
 # Types and the site are checked beside the tests, in their pauses; what takes seconds is checked before them.
-test: setup-dev $(PEERS) lint imports  ## Set everything up; lint, types, import directions, and the tests (20 minutes)
+test: setup-dev $(PEERS) lint imports  ## Set everything up; lint, types, import directions, and the tests (13 minutes)
 	@$(MAKE) --no-print-directory types site > $(VENV)/checks.log 2>&1 & checks=$$!; \
 	$(PYTEST) -m "not thorough"; tests=$$?; \
 	wait $$checks || { cat $(VENV)/checks.log; exit 1; }; exit $$tests

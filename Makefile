@@ -41,7 +41,7 @@ test: setup-dev $(PEERS) lint imports  ## Set everything up; lint, types, import
 	$(PYTEST) -m "not thorough"; tests=$$?; \
 	wait $$checks || { cat $(VENV)/checks.log; exit 1; }; exit $$tests
 
-test-all: setup-dev $(PEERS)  ## The tests that `make test` leaves out (below), half an hour
+test-all: setup-dev $(PEERS)  ## The tests that `make test` leaves out (below): 20 minutes
 	$(PYTEST) -m thorough
 
 test-fast: setup-dev  ## The tests that start no process, engine or training: while you work

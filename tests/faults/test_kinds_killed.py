@@ -1,13 +1,10 @@
-"""Runs of other kinds that are killed: FSDP2, PPO with a critic, two ranks; each resumes bit for bit.
-
-An engine writes its own files, so each kind is killed while it writes; how a checkpoint is published depends
-on the number of ranks alone (`test_killed_and_resumed.py` has those of one).
-"""
+"""Runs of other kinds that are killed: FSDP2, PPO with a critic, two ranks; each resumes bit for bit."""
 
 from __future__ import annotations
 
 import signal
 from functools import cache, partial
+from itertools import product
 from pathlib import Path
 
 import pytest
@@ -26,12 +23,7 @@ KINDS: dict[str, tuple[tuple[str, ...], int]] = {
     ),
     "two ranks": (("-p", "rloo-seq-is"), 2),
 }
-
-
-CASES = [
-    *((kind, moment) for kind in KINDS for moment in ("between checkpoints", "writing")),
-    *(("two ranks", moment) for moment in ("before", "after")),
-]
+CASES = list(product(KINDS, ("between checkpoints", "before", "writing", "after")))
 
 
 def kill(moment: str, ranks: int) -> None:

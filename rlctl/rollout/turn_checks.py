@@ -90,7 +90,7 @@ def _wrong_turn(turn: Any, name: str, sampling: Sampling) -> str:
     fault = _wrong_lists(turn, count, sampling)
     if fault:
         return f"{fault} of {name}"
-    if sampling.with_experts and turn.finish_reason != "abort" and _lacks_experts(turn.experts, count):
+    if sampling.asks_for["experts"] and turn.finish_reason != "abort" and _lacks_experts(turn.experts, count):
         return f"no list for each of the {count} tokens in experts of {name}"
     if turn.finish_reason not in FINISH_REASONS:
         return f"finish_reason {turn.finish_reason!r} of {name}; it is one of {FINISH_REASONS}"

@@ -249,11 +249,6 @@ def layers_can_be_compiled(spec: RunSpec) -> Problems:
     if engine.sequence_parallel > 1:
         message = "with engine.sequence_parallel ranks exchange tokens within each layer"
         yield error(key, message, f"{LEAVE_OUT}, or set engine.sequence_parallel: 1")
-    if spec.actor.routing_replay or spec.actor.router_aux_loss_coef:
-        message = (
-            "actor.routing_replay and actor.router_aux_loss_coef read what routers choose, within each layer"
-        )
-        yield error(key, message, LEAVE_OUT)
 
 
 @spec_check

@@ -23,6 +23,9 @@ class ExpertRoutingSection(CapabilitySection):
 
     def problems(self, spec: RunSpec) -> Problems:
         """The engine must report the experts that are replayed, as one record of each response."""
+        if self.is_on(spec) and spec.model.compile_layers:
+            message = f"{REPLAY} and actor.router_aux_loss_coef read what routers choose, within each layer"
+            yield Problem("error", "model.compile_layers", message, "leave it out")
         if spec.actor.router_aux_loss_coef and spec.engine.sequence_parallel > 1:
             message = "the routing of rows that ranks share is not collected"
             fix = "write 0, or set engine.sequence_parallel: 1"

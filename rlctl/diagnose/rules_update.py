@@ -49,6 +49,8 @@ HUGE_NORM = Levels(_NORM, (("critical", 1e4),))
 USUAL_UPDATE, TINY_UPDATE, ONE_STEP = 3e-3, 1e-6, 5.0
 #: Share of the steps on which updates must be tiny: single ones may be larger.
 MOST_STEPS = 0.9
+#: Updates that would take more times the rate are not made at all.
+MOST_TIMES = 1e4
 #: Learning rate up to which a run of some length changes nothing.
 TINY_RATE = 1e-9
 #: Metrics that no two steps share to more than four decimals, and steps in a row that may.
@@ -140,6 +142,11 @@ def _rate_for(run: RunLog, sizes: Series) -> Fix:
         for step, size in zip(sizes.steps, sizes.values, strict=True)
     ]
     known = [rate for rate in wanted if rate is not None]
+    peak = fix.peak_rate(run)
+    if known and peak is not None and min(known) > MOST_TIMES * peak:
+        return fix.by_hand(
+            "check that the optimizer's steps change the weights, and that the policy has them"
+        )
     if not known:
         return fix.by_hand(f"{'lower' if largest > USUAL_UPDATE else 'raise'} the learning rate")
     why = f"for updates of about {USUAL_UPDATE:g} nats per batch: they grow with the square of the rate"

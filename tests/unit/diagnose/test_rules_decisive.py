@@ -56,6 +56,15 @@ def test_weights_that_nobody_knows_explain_nothing_that_another_rule_names(rule,
     assert unknown.because_of == rule
 
 
+@pytest.mark.parametrize(
+    ("size", "advised"), [(1e-8, "actor.lr=0.00055"), (1e-15, "steps change the weights")]
+)
+def test_no_rate_is_advised_where_updates_are_not_made_at_all(size, advised):
+    columns = {K3: [size] * 60, "actor/lr": [1e-6] * 60, "actor/grad_norm": noisy([0.5] * 60)}
+    diagnosis = diagnosis_of(BYPASS, **columns)
+    assert advised in advice(found(diagnosis)["small-updates"])
+
+
 def test_unknown_weights_alone_are_a_warning():
     [finding] = [each for each in with_dumps(UNKNOWN).findings if each.severity != "info"]
     assert (finding.rule, finding.severity) == ("who-sampled", "warning")

@@ -26,6 +26,7 @@ import re
 import statistics
 import sys
 import time
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -329,11 +330,43 @@ def _line(row: Row) -> str:
     named = row.first if row.named else f"**{row.first}**"
     fixed = "—" if row.fixed is None else f"{row.fixed:.2f}"
     restored = {None: "", True: "yes", False: "**no**"}[row.restored]
-    remedy = re.sub(r"/\S+/graders.py", "graders.py", row.remedy).replace("|", "\\|")
     return (
-        f"| {row.kind.name} | {row.preset} | {row.seed} | {named} | `{remedy}` | {row.reward:.2f} | {fixed} "
-        f"| {restored} |"
+        f"| {row.kind.name} | {row.preset} | {row.seed} | {named} | {_shown_remedy(row)} | {row.reward:.2f} "
+        f"| {fixed} | {restored} |"
     )
+
+
+def _of_kind(runs: Sequence[Row]) -> str:
+    """A line of the table by kinds of faults, which docs/evidence/diagnose-validation.md shows."""
+    firsts = Counter(row.first if row.named else f"**{row.first}**" for row in runs)
+    remedies = Counter(_shown_remedy(row) for row in runs)
+    fixed = [row for row in runs if row.fixed is not None]
+    asked = [row.restored for row in runs if row.restored is not None]
+    cells = (
+        runs[0].kind.name,
+        f"{sum(row.named for row in runs)} of {len(runs)}",
+        ", ".join(f"{first} {count}" if len(firsts) > 1 else first for first, count in firsts.most_common()),
+        remedies.most_common(1)[0][0],
+        f"{statistics.fmean(row.reward for row in runs):.2f}",
+        f"{statistics.fmean(row.fixed or 0.0 for row in fixed):.2f}" if fixed else "—",
+        f"{sum(asked)} of {len(asked)}" if asked else "",
+    )
+    return f"| {' | '.join(cells)} |"
+
+
+def _shown_remedy(row: Row) -> str:
+    remedy = re.sub(r"/\S+/graders.py", "graders.py", row.remedy).replace("|", "\\|")
+    remedy = remedy.replace("algorithm.rollout_correction.", "")
+    return remedy if row.remedy in {"by hand", "—"} else f"`{remedy}`"
+
+
+def by_kind(found: Sequence[Row]) -> Iterator[str]:
+    """A table with a line per kind."""
+    headings = "fault | named | first finding | most frequent remedy | reward | with a remedy | restored"
+    yield f"| {headings} |"
+    yield "|---|---|---|---|---|---|---|"
+    for name in dict.fromkeys(row.kind.name for row in found):
+        yield _of_kind([row for row in found if row.kind.name == name])
 
 
 def summary(title: str, found: Sequence[Row], expected: int) -> Iterator[str]:
@@ -399,6 +432,7 @@ def main() -> None:
         print(f"\n{half}\n\n| {headings} |")
         print("|---|---|---|---|---|---|---|---|")
         print("\n".join(map(_line, found)))
+        print("\n" + "\n".join(by_kind(found)))
         print("\n" + "\n".join(summary(half, found, expected)), flush=True)
 
 

@@ -101,8 +101,8 @@ def trace() -> int:
         }
         good &= found == kernels
         listed = ", ".join(f"{op} {count}" for op, count in sorted(called.items())) or "none"
-        verdict = "as expected" if found == kernels else f"expected {', '.join(kernels) or 'none'}"
-        print(f"| {name} | {listed} | {peak / 2**30:.2f} | {estimate / 2**30:.2f} | {verdict} |", flush=True)
+        result = "as expected" if found == kernels else f"expected {', '.join(kernels) or 'none'}"
+        print(f"| {name} | {listed} | {peak / 2**30:.2f} | {estimate / 2**30:.2f} | {result} |", flush=True)
     return 0 if good else 1
 
 
@@ -161,21 +161,14 @@ def one_group() -> Any:
 def model_on_gpu(spec: Any, shape: Any, mode: Any) -> Any:
     """A model of this shape with fake weights and gradients on the GPU, as the spec trains it."""
     import torch
-    from transformers import AutoModelForCausalLM, Qwen2Config
+    from transformers import AutoModelForCausalLM
 
     from rlctl.engine import varlen
     from rlctl.engine.deepspeed_setup import recompute_layers
     from rlctl.engine.lora import add_lora
+    from tests.models import config_of
 
-    config = Qwen2Config(
-        vocab_size=shape.vocab,
-        hidden_size=shape.hidden,
-        intermediate_size=shape.inner,
-        num_hidden_layers=shape.layers,
-        num_attention_heads=shape.heads,
-        num_key_value_heads=shape.kv_heads,
-        pad_token_id=None,
-    )
+    config = config_of("qwen2", shape, pad_token_id=None)
     if spec.model.attn_implementation == varlen.NAME:
         varlen.register()
     options: Any = {"dtype": torch.bfloat16, "attn_implementation": spec.model.attn_implementation}

@@ -349,7 +349,6 @@ def correction_off() -> None:
 
 def low_entropy_pays() -> None:
     """The entropy bonus has the wrong sign."""
-
     import torch
 
     from rlctl.engine.policy_engine import PolicyEngine

@@ -363,10 +363,6 @@ def zero_reward(run: RunLog) -> Detection | None:
     return detection.with_doubt(doubt, f"{th.BEST} would exclude rewards that average 0")
 
 
-#: Rules of what a policy does that is updated without a signal.
-WITHOUT_SIGNAL = (*th.COLLAPSE_RULES, *th.GAP_RULES, "large-updates", "gradient-norm", "critic")
-
-
 @Rule(
     "constant-reward",
     one_of=(th.BEST, th.SCORE),
@@ -394,12 +390,13 @@ def constant_reward(run: RunLog) -> Detection | Skipped | None:
     cut = run.table.series(th.TRUNCATED.key).values[: th.START_STEPS]
     # At the start the limit may be why all get one value; later on, a policy without a signal reaches it.
     started_uncut = len(cut) > 0 and float(np.median(cut)) < MOSTLY_CUT
+    without_limit = tuple(rule for rule in constant_reward.explains if rule != "truncated")
     return Detection(
         "critical" if is_long else "warning",
         message,
         seen,
         since=int(steps[0]),
-        explains=None if started_uncut else tuple(rule for rule in WITHOUT_SIGNAL if rule != "truncated"),
+        explains=None if started_uncut else without_limit,
         is_first=started_uncut,
     )
 

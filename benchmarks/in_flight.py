@@ -77,7 +77,7 @@ def main() -> None:
     steps = f"trainer.total_training_steps={options.steps or (6 if options.llm else 30)}"
     conditions = {name: CONDITIONS[name] for name in list(CONDITIONS)[: 3 if options.llm else 4]}
     shared = (*SHARED, *(LLM if options.llm else TINY), steps)
-    with _server(shared, is_llm=options.llm) as server:
+    with running_server(shared, is_llm=options.llm) as server:
         outcomes = run_all(
             [
                 Job("in flight", name, seed, (PRESET,), (*shared, *setting, *options.overrides))
@@ -109,7 +109,7 @@ def main() -> None:
 
 
 @contextlib.contextmanager
-def _server(shared: tuple[str, ...], *, is_llm: bool) -> Iterator[tuple[str, ...]]:
+def running_server(shared: tuple[str, ...], *, is_llm: bool) -> Iterator[tuple[str, ...]]:
     """A server of the model, as a run in flight starts it; the settings with which runs use it."""
     os.environ |= {KEY: secrets.token_hex(32), "OMP_NUM_THREADS": "1"}  # a run has one thread, too
     with tempfile.TemporaryDirectory() as where:

@@ -3,7 +3,7 @@
     python benchmarks/sampler_test.py critical [--dumps 100000]    # CRITICAL_Z of rlctl.algos.sampler_test
     python benchmarks/sampler_test.py clean [--runs 1000]          # simulated honest samplers
     python benchmarks/sampler_test.py power [--runs 20]            # simulated faults, early and late
-    python benchmarks/sampler_test.py runs [--clean 12] [--faulty 3]  # the built-in model, faults planted
+    python benchmarks/sampler_test.py runs [--clean 2] [--faulty 3] [--only KIND …]  # training runs
 
 `docs/explanation/sampler-test.md` shows the output. Intervals are Clopper–Pearson, 95 %.
 """
@@ -11,6 +11,7 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
 import json
 import math
 import os
@@ -29,7 +30,13 @@ import torch
 from scipy.stats import beta
 from torch import Tensor
 
+from benchmarks.in_flight import running_server
+from benchmarks.runs import fork_server
+from benchmarks.studies.planted import RC
+from examples.sums import rows as rows_of_sums
+from examples.sums import split
 from rlctl.algos.sampler_test import UnitMean, Wealth, sampler_sums, unit_mean
+from rlctl.data.schema import write_rows
 
 #: Vocabulary, tokens of a response, responses of a batch, batches of a simulated run.
 VOCABULARY, LENGTH, RESPONSES, BATCHES = 50, 32, 8, 40
@@ -169,8 +176,6 @@ def recorded_cases() -> list[Case]:
     Every batch draws places anew. `bfloat16`: the sampler has the trainer's logits, rounded; `stale`: it
     samples with the weights of 24 updates before.
     """
-    from benchmarks.runs import fork_server
-
     with tempfile.TemporaryDirectory() as where:
         process = fork_server().Process(target=_record, args=(Path(where),))
         process.start()
@@ -282,16 +287,35 @@ BASE = (
     "data.val_files=[]",
     "trainer.guardrails.mode=off",
 )
-SOUND: tuple[tuple[str, ...], ...] = (
-    (),
-    ("rollout.dtype=bf16",),
-    ("rollout.dtype=int8",),
-    ("rollout.temperature=0.7",),
-    ("rollout.max_staleness=1",),
-    ("algorithm.rollout_correction.bypass_mode=false",),
-    ("rollout.sync_every=2",),
-    ("environment.name=guess_number", "data.max_response_length=32"),
+#: Runs of an honest sampler, by what they differ in. Their settings come after `BASE`.
+SOUND: dict[str, tuple[str, ...]] = {
+    "float32": (),
+    "bfloat16 sampler": ("rollout.dtype=bf16",),
+    "int8 sampler": ("rollout.dtype=int8",),
+    "temperature 0.7": ("rollout.temperature=0.7",),
+    "one batch ahead": ("rollout.max_staleness=1",),
+    "decoupled": (f"{RC}bypass_mode=false",),
+    "weights every second step": ("rollout.sync_every=2",),
+    "several turns, int8 sampler": (
+        *("environment.name=guess_number", "data.max_response_length=32", "rollout.dtype=int8"),
+        "data.max_prompt_length=64",
+    ),
+    "SmolLM2, int8 sampler": (
+        *("model.path=smollm2-135m", "engine.dtype=fp32", "rollout.dtype=int8", "actor.lr=1e-5"),
+        *("data.train_batch_size=4", "data.max_prompt_length=64", "data.max_response_length=10"),
+        *("actor.ppo_micro_batch_size_per_gpu=16", "reward.terms=[]"),
+    ),
+}
+#: The same with a vLLM server, for episodes of 1 to 40 turns: settings of all, and of each.
+SERVER_TRAINING = (
+    *("rollout.name=vllm", "rollout.mode=server", "rollout.server.start_timeout=900"),
+    *(f"environment.name={Path(__file__).parent / 'questions.py'}:questions", "environment.max_turns=40"),
+    *("reward.terms=[]", f"{RC}rollout_is=token", f"{RC}rollout_is_batch_normalize=false"),
 )
+SOUND_WITH_SERVER: dict[str, tuple[str, ...]] = {
+    "vLLM on the CPU": (),
+    "vLLM on the CPU, in flight": ("rollout.in_flight=true", "rollout.max_staleness=1"),
+}
 #: Fault → overrides. Each changes what the engine reports or draws in the child, see `_plant`.
 PLANTED = {
     "shifted by one token": (),
@@ -302,37 +326,62 @@ PLANTED = {
 }
 
 
-def runs(num_clean: int, num_faulty: int, steps: int, only: str | None) -> None:
-    """Trains the built-in model, asks the log and the dump; `only`: a name of `PLANTED`, or `sound`."""
-    from benchmarks.runs import fork_server
+def runs(num_clean: int, num_faulty: int, steps: int, only: list[str]) -> None:
+    """Trains, and asks the log and the dump. `only`: names of `SOUND`, `SOUND_WITH_SERVER` or `PLANTED`."""
+    kinds = {name: (settings, num_clean) for name, settings in (SOUND | SOUND_WITH_SERVER).items()}
+    kinds |= {name: (settings, num_faulty) for name, settings in PLANTED.items()}
+    asked = [name for name in kinds if not only or name in only]
+    verdicts: dict[str, list[dict[str, Any]]] = {}
+    with contextlib.ExitStack() as stack:
+        data = Path(stack.enter_context(tempfile.TemporaryDirectory())) / "train.parquet"
+        write_rows(data, "train", rows_of_sums(split()[0]))
+        shared = SERVER_TRAINING if any(name in SOUND_WITH_SERVER for name in asked) else ()
+        server = stack.enter_context(running_server(shared, is_llm=False)) if shared else ()
+        context = fork_server()  # after the server has set its key
+        for name in asked:
+            settings, count = kinds[name]
+            files = (f"data.train_files={data}",) if name.startswith("SmolLM2") else ()
+            served = (*shared, *server) if name in SOUND_WITH_SERVER else ()
+            for seed in range(1, count + 1):
+                whole = (f"trainer.total_training_steps={steps}", f"trainer.seed={seed}")
+                overrides = (*BASE, *served, *settings, *files, *whole)
+                document = _trained_and_tested(context, name, overrides)
+                if document:
+                    verdicts.setdefault(name, []).append(document)
+                    print(f"{name} seed {seed}: {_in_words(document)}", flush=True)
+    print(f"\n{steps} steps; Clopper–Pearson, 95 %")
+    print("| runs | alarms | called cut by z | largest log E | tokens | differ | guarantee |")
+    print("|---|---|---|---|---|---|---|")
+    for name, documents in verdicts.items():
+        alarms = sum(each["alarm_step"] is not None for each in documents)
+        cuts = sum(each["is_cut"] for each in documents)
+        largest = max(each["largest_log_wealth"] for each in documents)
+        tokens = sum(each["num_tokens"] for each in documents)
+        differ = sum(each["z"] is not None for each in documents)
+        guaranteed = "no" if documents[0]["no_guarantee"] else "yes"
+        cells = (share(alarms, len(documents)), share(cuts, len(documents)), f"{largest:.3g}")
+        print(f"| {name} | {' | '.join(cells)} | {tokens:,} | {differ} of {len(documents)} | {guaranteed} |")
 
-    context = fork_server()
-    jobs = [("sound", SOUND[number % len(SOUND)], number) for number in range(num_clean)]
-    jobs += [(fault, more, number) for fault, more in PLANTED.items() for number in range(num_faulty)]
-    jobs = [job for job in jobs if only in {None, job[0]}]
-    verdicts: dict[str, list[tuple[bool, bool]]] = {}
-    for fault, more, seed in jobs:
-        overrides = (*BASE, f"trainer.total_training_steps={steps}", f"trainer.seed={seed + 1}", *more)
-        with tempfile.TemporaryDirectory() as where:
-            process = context.Process(target=_train, args=(fault, overrides, Path(where)))
-            process.start()
-            process.join()
-            file, log = Path(where) / "found.json", Path(where) / "log"
-            if not file.exists():
-                print(f"{fault:26} {more} failed: {log.read_text(errors='replace')[-400:]}", flush=True)
-                continue
-            said: dict[str, Any] = json.loads(file.read_text())
-        alarm, is_cut = said["alarm_step"] is not None, bool(said["is_cut"])
-        verdicts.setdefault(fault, []).append((alarm, is_cut))
-        print(
-            f"{fault:26} {' '.join(more)} seed {seed + 1}: log wealth {said['largest_log_wealth']:.3g} "
-            f"(in training {said['logged']:.3g}), mean {said['mean']:.4f}, z {said['z']}: "
-            f"{said['conclusion']}",
-            flush=True,
-        )
-    for fault, found in verdicts.items():
-        alarms, cuts = (sum(each[place] for each in found) for place in (0, 1))
-        print(f"{fault:26} alarms {share(alarms, len(found))}, called cut {share(cuts, len(found))}")
+
+def _trained_and_tested(context: Any, name: str, overrides: tuple[str, ...]) -> dict[str, Any]:
+    """What the test finds in a new run; empty if it failed, which is printed."""
+    with tempfile.TemporaryDirectory() as where:
+        process = context.Process(target=_train, args=(name, overrides, Path(where)))
+        process.start()
+        process.join()
+        answer, log = Path(where) / "answer.json", Path(where) / "log"
+        if answer.exists():
+            document: dict[str, Any] = json.loads(answer.read_text())
+            return document
+        print(f"{name} {overrides} failed: {log.read_text(errors='replace')[-400:]}", flush=True)
+        return {}
+
+
+def _in_words(document: dict[str, Any]) -> str:
+    return (
+        f"log wealth {document['largest_log_wealth']:.3g} (in training {document['logged']:.3g}), "
+        f"mean {document['mean']:.4f}, z {document['z']}: {document['conclusion']}"
+    )
 
 
 def _plant(fault: str) -> None:
@@ -389,13 +438,13 @@ def _train(fault: str, overrides: tuple[str, ...], where: Path) -> None:
     from rlctl.mismatch.sampler_report import sampler_report
     from rlctl.track.open_run import open_run
 
-    if fault != "sound":
+    if fault in PLANTED:
         _plant(fault)
     run_dir = _run_in_child(overrides, where)
     rows = open_run(run_dir).rows()
     logged = max(row.get("rollout_corr/log_wealth", -math.inf) for row in rows)
-    found = sampler_report(run_dir).as_document()
-    (where / "found.json").write_text(json.dumps({**found, "logged": logged}))
+    document = sampler_report(run_dir).as_document()
+    (where / "answer.json").write_text(json.dumps({**document, "logged": logged}))
 
 
 def _run_in_child(overrides: tuple[str, ...], where: Path) -> Path:
@@ -422,10 +471,10 @@ def main() -> None:
     parser.add_argument("--dumps", type=int, default=100_000)
     parser.add_argument("--runs", type=int)
     parser.add_argument("--late", type=int, default=1000, help="clean batches before a late fault")
-    parser.add_argument("--clean", type=int, default=16)
-    parser.add_argument("--faulty", type=int, default=3)
+    parser.add_argument("--clean", type=int, default=2, help="runs of each honest kind")
+    parser.add_argument("--faulty", type=int, default=3, help="runs of each planted fault")
     parser.add_argument("--steps", type=int, default=12)
-    parser.add_argument("--only", choices=["sound", *PLANTED])
+    parser.add_argument("--only", nargs="*", default=[], choices=[*SOUND, *SOUND_WITH_SERVER, *PLANTED])
     given = parser.parse_args()
     torch.set_num_threads(1)
     if given.what == "critical":

@@ -287,7 +287,7 @@ BASE = (
     "data.val_files=[]",
     "trainer.guardrails.mode=off",
 )
-#: Runs of an honest sampler, by what they differ in. Their settings come after `BASE`.
+#: Runs of honest samplers, by what they differ in. Their settings come after `BASE`.
 SOUND: dict[str, tuple[str, ...]] = {
     "float32": (),
     "bfloat16 sampler": ("rollout.dtype=bf16",),
@@ -298,17 +298,16 @@ SOUND: dict[str, tuple[str, ...]] = {
     "weights every second step": ("rollout.sync_every=2",),
     "several turns, int8 sampler": (
         *("environment.name=guess_number", "data.max_response_length=32", "rollout.dtype=int8"),
-        "data.max_prompt_length=64",
     ),
     "SmolLM2, int8 sampler": (
         *("model.path=smollm2-135m", "engine.dtype=fp32", "rollout.dtype=int8", "actor.lr=1e-5"),
         *("data.train_batch_size=4", "data.max_prompt_length=64", "data.max_response_length=10"),
-        *("actor.ppo_micro_batch_size_per_gpu=16", "reward.terms=[]"),
+        *("actor.ppo_micro_batch_size_per_gpu=16", "reward.name=maths"),
     ),
 }
-#: The same with a vLLM server, for episodes of 1 to 40 turns: settings of all, and of each.
+#: The same with a vLLM server, in bfloat16, for episodes of 1 to 40 turns: settings of all, and of each.
 SERVER_TRAINING = (
-    *("rollout.name=vllm", "rollout.mode=server", "rollout.server.start_timeout=900"),
+    *("rollout.name=vllm", "rollout.mode=server", "rollout.server.start_timeout=900", "rollout.dtype=bf16"),
     *(f"environment.name={Path(__file__).parent / 'questions.py'}:questions", "environment.max_turns=40"),
     *("reward.terms=[]", f"{RC}rollout_is=token", f"{RC}rollout_is_batch_normalize=false"),
 )

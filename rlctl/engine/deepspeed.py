@@ -44,6 +44,7 @@ from rlctl.engine.ranks import Ranks
 from rlctl.engine.sequence_parallel import SequenceParallel
 from rlctl.engine.state_files import StateFiles
 from rlctl.errors import RunFailure, UsageError, in_words
+from rlctl.lean_imports import lean_import
 from rlctl.processes import environment_without_ranks, import_path
 from rlctl.run_files import remove
 
@@ -422,6 +423,7 @@ def _convert(state: Path, universal: Path, count: int) -> str:
 
 
 def _import_deepspeed() -> Any:
+    lean_import("deepspeed", "deepspeed.ops.triton_ops")  # engines import the latter
     import deepspeed
     from deepspeed import ops
     from deepspeed.utils import logger

@@ -25,6 +25,7 @@ from safetensors.torch import save_file
 
 from rlctl.engine.varlen import NAME, refuse_varlen, register
 from rlctl.errors import EnvironmentFailure, UsageError
+from rlctl.lean_imports import import_models, import_tokenizers
 from rlctl.model_files import TOKENIZERS, explained
 from rlctl.prefix import body_of, reads_more_than_text
 
@@ -71,6 +72,7 @@ class Loading(TypedDict):
 
 def load_tokenizer(path: str, **loading: Unpack[Loading]) -> Any:
     """Loads a model's tokenizer; errors are those of `load_policy`."""
+    import_tokenizers()
     from transformers import AutoTokenizer
 
     with explained(path) as name:
@@ -136,6 +138,7 @@ def _source(loading: Loading) -> dict[str, Any]:
 
 
 def _causal_lm(path: str, loading: Loading) -> Any:
+    import_models()
     from transformers import AutoConfig
     from transformers.utils import logging as transformers_logging
 

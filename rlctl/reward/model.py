@@ -11,6 +11,7 @@ from rlctl.batch import torch_device
 from rlctl.chat_template import rendered
 from rlctl.errors import EnvironmentFailure, RunFailure, UsageError, first_line
 from rlctl.lazy import torch
+from rlctl.lean_imports import import_models
 from rlctl.registry import GRADERS
 from rlctl.reward.protocol import Failure, Grade, Sample, Scorer
 
@@ -168,6 +169,7 @@ class ModelScorer(Scorer):
 
 
 def _load(spec: RewardModelSpec) -> tuple[Any, Any]:
+    import_models()
     from transformers import AutoConfig, AutoModelForSequenceClassification, AutoTokenizer
 
     from rlctl.model_files import explained  # imports Pydantic, which grading processes do not need

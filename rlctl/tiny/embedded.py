@@ -15,6 +15,7 @@ from typing import Any
 
 from rlctl.data.schema import Message, Row, write_rows
 from rlctl.files import cache_root, cached_directory
+from rlctl.lean_imports import import_models
 from rlctl.run_spec.model import RECIPE, EmbeddedRecipe
 
 DATA_SOURCE = "embedded/addition"
@@ -87,6 +88,7 @@ def build_files(
     """
     import torch
 
+    import_models()
     from rlctl.tiny.model import build_model, build_tokenizer, save_model
 
     num_threads = torch.get_num_threads()

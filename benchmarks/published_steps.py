@@ -16,6 +16,7 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
+from rlctl.run_spec.lengths import Lengths
 from rlctl.run_spec.load import load_spec
 from rlctl.run_spec.machine import machine_of
 from rlctl.run_spec.model_size import ModelSize, Shape
@@ -23,6 +24,8 @@ from rlctl.run_spec.placement import Placement
 from rlctl.run_spec.step_time import GPU_RATES, Seconds
 
 TABLE = tomllib.loads(Path(__file__).with_suffix(".toml").read_text(encoding="utf-8"))
+#: Tokens that no response reaches.
+_NO_LIMIT = 10**6
 #: Settings of every row: sampled by vLLM, and flash attention.
 _ALL = [
     "data.train_files=x",
@@ -36,9 +39,15 @@ _ALL = [
 def placement_of(row: dict[str, Any], *more: str) -> Placement:
     """The plan of a row."""
     *shape, norms, linear = row["shape"]
-    size = ModelSize(
-        "as published", row["parameters"], Shape(*shape, norms_heads=bool(norms), linear_layers=linear)
+    idle = row.get("idle", 0)
+    dimensions = Shape(
+        *shape,
+        norms_heads=bool(norms),
+        linear_layers=linear,
+        has_experts=idle > 0,
+        experts_per_token=row.get("experts_per_token", 0),
     )
+    size = ModelSize("as published", row["parameters"], dimensions, num_idle=idle)
     spec = load_spec([], [], [*_ALL, *row.get("settings", []), *more]).spec
     return Placement(spec, size, machine_of(row["machine"]), row.get("mean_response"))
 
@@ -51,8 +60,10 @@ def served(row: dict[str, Any]) -> Iterator[tuple[list[float], Seconds]]:
     for point in row["points"]:
         users, prompt, response, _ = point
         speeds = []
-        for rates in GPU_RATES:
-            step = plan.work.decode_step(shape, users, prompt + response / 2, rates)
+        equal = prompt + response / 2
+        mean_contexts = equal, Lengths(prompt, response, _NO_LIMIT).context if row.get("unequal") else equal
+        for rates, context in zip(GPU_RATES, mean_contexts, strict=True):
+            step = plan.work.decode_step(shape, users, context, rates)
             step += users * prompt / response * plan.work.prompt_token(shape, prompt, rates)
             speeds.append(users / step)
         yield point, Seconds(min(speeds), max(speeds))

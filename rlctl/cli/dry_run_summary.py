@@ -93,6 +93,10 @@ def _figures(placement: Placement) -> list[tuple[str, str]]:
         figures += [("not known", words) for words in list(placement.not_known())[:1]]
     elif machine.gpus and not machine.knows_speed:
         figures.append(("one step", f"unknown: the speed of {machine.gpu} is not in the table of GPUs"))
+    elif machine.gpus and placement.size.shape:
+        figures.append(("one step", "unknown: the run does not fit"))
+    elif machine.gpus:
+        figures.append(("one step", "unknown: the model's dimensions are not known here (download it first)"))
     else:
         figures.append(("one step", "its time is estimated for GPUs: --machine plans for one"))
     batch = BatchArithmetic(spec, count_rows(spec))

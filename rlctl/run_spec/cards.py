@@ -8,16 +8,19 @@ from dataclasses import dataclass
 from pathlib import Path
 
 GIB = 2**30
+#: Share of the peak FLOP/s that large products reach on an H100, assumed where `products` is not published.
+_REACHED = 0.80
 
 
 @dataclass(frozen=True, slots=True)
 class Card:
-    """A GPU; speeds are peak figures, `source` names where they are published."""
+    """A GPU; speeds are peak figures except `flops`; `source` names where they are published."""
 
     name: str  # as in `--machine 8xNAME`
     words: tuple[str, ...]  # words of the driver's name, all of which must occur
     others: tuple[str, ...]  # words of the names of other cards, which must not occur
-    flops: float  # FLOP/s of dense matrix products in bf16
+    peak: float  # FLOP/s of dense matrix products in bf16 with sums in float32
+    flops: float  # of these, what large products reach
     bandwidth: float  # bytes/s between the GPU and its memory
     memory: float  # bytes that the driver reports
     link: float  # bytes/s to another GPU of the same machine, in one direction
@@ -40,6 +43,7 @@ def _read() -> dict[str, Card]:
             tuple(map(str.lower, entry["match"])),
             tuple(map(str.lower, entry.get("not", ()))),
             entry["tflops"] * 1e12,
+            entry.get("products", _REACHED * entry["tflops"]) * 1e12,
             entry["bandwidth"] * 1e9,
             entry["memory"] * GIB,
             entry["link"] * 1e9,

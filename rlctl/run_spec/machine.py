@@ -36,7 +36,7 @@ _CORE_FLOPS, _CORE_BANDWIDTH = 70e9, 10e9
 
 @dataclass(frozen=True, slots=True)
 class Machine:
-    """Hardware of a run; speeds are the vendors' peak figures."""
+    """Hardware of a run; speeds are the vendors' peak figures except `flops`."""
 
     name: str
     gpu: str  # name of its GPUs
@@ -45,7 +45,7 @@ class Machine:
     gpu_bytes: float  # memory of one GPU
     host_bytes: float  # host memory of one node that the run may use
     shm_bytes: float  # size of a node's `/dev/shm`
-    flops: float  # FLOP/s of one GPU in dense bf16 matrix products; 0: unknown, like the next three
+    flops: float  # FLOP/s that large bf16 products reach on one GPU; 0: unknown, like the next three
     gpu_bandwidth: float  # bytes/s between a GPU and its memory
     link: float  # bytes/s from a GPU to another one of the same node
     bus: float  # bytes/s between a GPU and the host

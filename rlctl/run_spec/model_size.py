@@ -52,6 +52,7 @@ class Shape:
     window: int | None = None
     #: whether its feed-forward layers are mixtures of experts, which LoRA does not adapt
     has_experts: bool = False
+    experts_per_token: int = 0  # experts of a layer that a token chooses; 0: unknown, or it has none
     linear_layers: int = 0  # layers with linear attention, which keep one state and no keys and values
 
     @property
@@ -247,6 +248,7 @@ def _from_config(whole: dict[str, Any]) -> ModelSize:
         norms_heads=config.get("model_type") in {"qwen3", "qwen3_moe"},
         window=_window(config),
         has_experts=experts > 0,
+        experts_per_token=(used or experts) if experts else 0,
         linear_layers=list(config.get("layer_types") or []).count("linear_attention"),
     )
     tied = whole.get("tie_word_embeddings", config.get("tie_word_embeddings"))
@@ -310,7 +312,7 @@ def _read_published() -> Iterator[tuple[str, ModelSize]]:
     for words in map(str.split, _TABLES["published"].strip().splitlines()):
         numbers = [int(word) for word in words if word.isdecimal()]
         num_parameters, layers, hidden, inner, heads, kv_heads, head_dim, vocab, *others = numbers
-        norms, window, read_by_text = [*others, 0, 0, 0][:3]
+        norms, window, read_by_text, idle, experts_per_token = [*others, 0, 0, 0, 0, 0][:5]
         shape = Shape(
             layers=layers,
             hidden=hidden,
@@ -321,8 +323,10 @@ def _read_published() -> Iterator[tuple[str, ModelSize]]:
             vocab=vocab,
             norms_heads=bool(norms),
             window=window or None,
+            has_experts=idle > 0,
+            experts_per_token=experts_per_token,
         )
-        size = ModelSize(source, num_parameters, shape, read_by_text or None)
+        size = ModelSize(source, num_parameters, shape, read_by_text or None, idle)
         yield from ((word, size) for word in words if not word.isdecimal())
 
 

@@ -329,8 +329,8 @@ class Placement:
 
     @cached_property
     def intervals(self) -> dict[str, Seconds]:
-        """Stage → the two ends of its seconds per step; empty if they are unknown."""
-        return _intervals(self.work)
+        """Stage → the two ends of its seconds per step; empty if unknown, or if nothing can be sampled."""
+        return {} if self._lacks_cache else _intervals(self.work)
 
     def seconds(self) -> dict[str, float]:
         """Stage → the middle of its interval, and their sum; empty if the seconds are unknown."""
@@ -367,6 +367,9 @@ class Placement:
         if not machine.knows_speed:
             yield f"the speed of {machine.gpu}: no seconds"
             return
+        if self._lacks_cache:
+            yield "seconds: vLLM's share of a GPU does not hold the weights"
+            return
         if self.mean_response is None:
             limit = "" if self.at_the_limit is None else f"; if all have the most, {self.at_the_limit} s"
             yield (
@@ -387,14 +390,13 @@ class Placement:
 
     def suggestions(self) -> list[Suggestion]:
         """Single settings that shorten the step and fit, or with which the run fits; the fastest first."""
-        now = self.intervals.get(_WHOLE)
-        if not self.machine.gpus or now is None:
+        if not self.machine.gpus or not _intervals(self.work):
             return []
-        at_most = (1 - _WORTH_SAYING) * now.middle if self.fits() else math.inf
+        at_most = (1 - _WORTH_SAYING) * self.intervals[_WHOLE].middle if self.fits() else math.inf
         found = []
         for setting, changed, why in self._changes() if self.fits() else self._smaller():
-            seconds = changed.intervals[_WHOLE]
-            if seconds.middle < at_most and changed.fits():
+            seconds = changed.intervals.get(_WHOLE)
+            if seconds and seconds.middle < at_most and changed.fits():
                 found.append(Suggestion(setting, seconds, why))
         best: dict[str, Suggestion] = {}
         for each in sorted(found, key=lambda each: each.seconds.middle):
@@ -425,8 +427,14 @@ class Placement:
             yield change("actor", "smaller passes", ppo_max_token_len_per_gpu=budget)
             budget //= 2
         yield from self._fp8()
-        if self.spec.rollout_engine.forms_batches:
-            for share in range(round(100 * rollout.gpu_memory_utilization) - 5, 10, -5):
+        share_now = round(100 * rollout.gpu_memory_utilization)
+        if self._lacks_cache:
+            if gpus := self._gpus_that_hold_the_weights():
+                yield change("rollout", "GPUs share an engine's weights", tensor_model_parallel_size=gpus)
+            for share in range(95, share_now, -5):
+                yield change("rollout", "vLLM's weights and a cache", gpu_memory_utilization=share / 100)
+        elif self.spec.rollout_engine.forms_batches:
+            for share in range(share_now - 5, 10, -5):
                 yield change("rollout", "a smaller cache", gpu_memory_utilization=share / 100)
 
     def _changes(self) -> Iterator[tuple[str, Placement, str]]:
@@ -481,9 +489,14 @@ class Placement:
         spec = self.spec.model_copy(update={section: changed})
         return Placement(spec, self.size, self.machine, self.mean_response)
 
+    @cached_property
+    def _lacks_cache(self) -> bool:
+        """Whether vLLM's share of a GPU is too small for the weights, or just holds them."""
+        return any(part.name == "key-value cache" and part.num_bytes == 0.0 for part in self.gpu_parts)
+
     def fits(self) -> bool:
         """Whether a GPU holds the peak, and vLLM's share of it the weights."""
-        if any(part.name == "key-value cache" and part.num_bytes == 0.0 for part in self.gpu_parts):
+        if self._lacks_cache:
             return False
         return memory_total(self.gpu_parts) <= _USED_AT_MOST * self.machine.gpu_bytes
 
@@ -585,7 +598,7 @@ class Placement:
             fix = "write varlen, which packs sequences without a mask, if the model supports it"
             yield Problem("warning", "model.attn_implementation", message, fix)
         of_gpu = gib(machine.gpu_bytes)
-        if any(item.name == "key-value cache" and item.num_bytes == 0.0 for item in self.gpu_parts):
+        if self._lacks_cache:
             message = f"{rollout.gpu_memory_utilization:.0%} of a GPU of {of_gpu} does not hold the weights"
             shared = self._gpus_that_hold_the_weights()
             fix = "raise it, or use servers"

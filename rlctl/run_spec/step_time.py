@@ -60,6 +60,7 @@ class Rates:
     """What programs reach of a machine; `step_rates.toml` explains each."""
 
     passes: float
+    expert_rows: float
     masked_attention: float
     sampling: float
     bandwidth: float
@@ -81,7 +82,7 @@ _TABLE = tomllib.loads(Path(__file__).with_name("step_rates.toml").read_text(enc
 _FAST, _SLOW = (
     Rates(**{field.name: _TABLE[field.name][end] for field in fields(Rates)}) for end in ("fast", "slow")
 )
-#: The fast and the slow end. The figures of a CPU are measured products and bandwidths, not peaks.
+#: The fast and the slow end. The bandwidth of a CPU is measured, not its peak.
 GPU_RATES = _FAST, _SLOW
 CPU_RATES = (
     replace(_FAST, sampling=1.0, bandwidth=0.9, process_step=0.001, sync_weight=0.001, beyond_tail=1.0),
@@ -245,22 +246,24 @@ class StepWork:
     def _forward_seconds(self, shape: Shape, parameters: int, rates: Rates) -> float:
         """Arithmetic of a forward pass over the batch.
 
-        Two FLOPs per token and weight that it uses; attention four per token, layer, element of a query and
-        position that is attended to: half of the sequence, or with a mask all of the packed row. The output
-        head is computed for response tokens only.
+        Two FLOPs per token and weight that multiplies it; attention four per token, layer, element of a query
+        and position that is attended to: half of the sequence, or with a mask all of the packed row. The
+        output head is computed for response tokens only, and an embedding is looked up.
         """
         masked = not has_no_mask(self.spec.model.attn_implementation)
         sampled = self.responses * self.lengths.response
         tokens = sampled + self.responses * self.lengths.prompt * self.shares_prompts
         head = shape.vocab * shape.hidden
         speed = self.machine.flops / max(1, self.spec.trainer.n_gpus_per_node // (self.machine.gpus or 1))
-        linear = tokens * 2 * (parameters - head) + sampled * 2 * head
+        multiplied = parameters - head - self._idle_embedding(shape)
+        linear = (tokens * 2 * multiplied + sampled * 2 * head) / (speed * rates.passes)
+        linear += tokens * self._expert_traffic(shape, rates)
         each = 4 * (shape.layers - shape.linear_layers) * shape.queries
         if not masked:
-            return (linear + tokens * each * self.lengths.attended) / (speed * rates.passes)
+            return linear + tokens * each * self.lengths.attended / (speed * rates.passes)
         row = max(self.lengths.total, packed_width(shape.hidden))
         attention = tokens * each * row / (speed * rates.masked_attention)
-        return _UNFILLED * (linear / (speed * rates.passes) + attention)
+        return _UNFILLED * (linear + attention)
 
     def _link(self, rates: Rates) -> float:
         """Bytes/s of collectives: of a node's GPUs, or of their network cards together."""
@@ -302,10 +305,10 @@ class StepWork:
         cache = (
             running * context * self.cached_bytes(shape) / (machine.gpu_bandwidth * gpus * rates.bandwidth)
         )
-        on_gpu = max(reads, computed) + cache
-        if gpus > 1:  # two all-reduces of the residual stream per layer
-            moved = 2 * 2 * running * shape.hidden * 2 / (machine.link * rates.collectives)
-            on_gpu += shape.layers * (moved + 2 * rates.all_reduce)
+        on_gpu = max(reads, computed) + cache + running * self._expert_traffic(shape, rates) / gpus
+        if gpus > 1:
+            on_gpu += running * self._summed_bytes(shape) / (machine.link * rates.collectives)
+            on_gpu += shape.layers * 2 * rates.all_reduce
         is_server = spec.has_rollout_servers
         fixed = rates.server_step if is_server else rates.process_step
         each = rates.server_sequence if is_server else rates.process_sequence
@@ -316,12 +319,40 @@ class StepWork:
     def prompt_token(self, shape: Shape, length: float, rates: Rates) -> float:
         """Seconds per token of a prompt of this length; the output head is computed for its last one only."""
         attention = 2 * (shape.layers - shape.linear_layers) * shape.queries * length
-        active = (self.size.num_parameters or 0) - self.size.num_idle - shape.vocab * shape.hidden
-        return (2 * active + attention) / (self.machine.flops * self._engine_gpus * rates.sampling)
+        active = (self.size.num_parameters or 0) - self.size.num_idle
+        computed = active - shape.vocab * shape.hidden - self._idle_embedding(shape)
+        seconds = (2 * computed + attention) / (self.machine.flops * rates.sampling)
+        seconds += self._expert_traffic(shape, rates)
+        summed = self._summed_bytes(shape) / (self.machine.link * rates.collectives)
+        return seconds / self._engine_gpus + summed
 
     def cached_bytes(self, shape: Shape) -> float:
         """Bytes of keys and values per token."""
         return 2.0 * (shape.layers - shape.linear_layers) * shape.keys * self.spec.cached_width
+
+    def _summed_bytes(self, shape: Shape) -> float:
+        """Bytes per token that a GPU sends to others of its engine: two sums of hidden states per layer."""
+        gpus = self._engine_gpus
+        return shape.layers * 2 * (2 * (gpus - 1) / gpus) * shape.hidden * 2
+
+    def _expert_traffic(self, shape: Shape, rates: Rates) -> float:
+        """Seconds per token to gather and pad the rows of experts and to add up their results, on one GPU."""
+        rows = shape.layers * max(1, shape.experts_per_token) * shape.hidden * shape.has_experts
+        inner = self._active_experts(shape) / (3 * shape.hidden)  # of all chosen experts of all layers
+        return rates.expert_rows * 2 * (rows + inner) / self.machine.gpu_bandwidth
+
+    def _active_experts(self, shape: Shape) -> float:
+        """Weights of the experts that one token chooses."""
+        if not shape.has_experts:
+            return 0.0
+        active = (self.size.num_trainable or 0) - self.size.num_idle
+        attention = sum(
+            inputs * outputs
+            for name, (inputs, outputs) in shape.matrices().items()
+            if name in {"q_proj", "k_proj", "v_proj", "o_proj"}
+        )
+        ends = shape.vocab * shape.hidden + self._idle_embedding(shape)
+        return max(0.0, float(active - ends - shape.layers * attention))
 
     @property
     def _engine_gpus(self) -> int:
@@ -341,7 +372,8 @@ class StepWork:
         """Bytes of weights that these tokens use: of experts, those that any token chooses."""
         parameters = self.size.num_parameters or 0
         idle = self.size.num_idle
-        unused = idle * (idle / parameters) ** max(tokens - 1, 0.0) if idle else 0.0
+        experts = idle + self._active_experts(shape)
+        unused = idle * (idle / experts) ** max(tokens - 1, 0.0) if idle else 0.0
         return (parameters - unused - self._idle_embedding(shape)) * self.spec.sampled_width
 
     def generation(self, shape: Shape, rates: Rates) -> float:

@@ -8,7 +8,10 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import replace
 
+import numpy as np
+
 from rlctl.convert.table import tables
+from rlctl.diagnose import thresholds as th
 from rlctl.diagnose.finding import Fix
 from rlctl.diagnose.table import RunLog
 
@@ -75,9 +78,20 @@ def gentler(run: RunLog) -> Iterator[Fix]:
 
 
 def peak_rate(run: RunLog) -> float | None:
-    """The peak learning rate, as configured or otherwise as logged; None where unknown, or 0."""
-    logged = run.table.series(RATE).values
-    return run.facts.lr or (float(logged.max()) if len(logged) else None) or None
+    """The peak learning rate, configured or seen in the log; None where unknown, or 0.
+
+    A log shows the peak where it begins with the run and the rate has stopped rising, or where the rate is
+    constant. One row in the middle of a schedule does not.
+    """
+    if run.facts.lr is not None:
+        return run.facts.lr or None
+    rates = run.table.series(RATE)
+    if len(rates) < 2:
+        return None
+    is_constant = len(rates) >= th.MIN_STEPS and not np.ptp(rates.values)
+    begins = rates.steps[0] <= max(th.FIRST_STEP, int(np.median(np.diff(rates.steps))))
+    has_stopped_rising = rates.values[-1] < rates.values.max() or rates.values[-1] == rates.values[-2]
+    return float(rates.values.max()) or None if is_constant or (begins and has_stopped_rising) else None
 
 
 def is_warming_up(run: RunLog) -> bool:
@@ -106,15 +120,16 @@ def slower(run: RunLog, by: float = 2.0) -> Iterator[Fix]:
     yield replace(fix, of_updates=True)
 
 
-def usual_rate(run: RunLog) -> Iterator[Fix]:
-    """Fix that sets the model's default learning rate; without a spec, advice."""
+def usual_rate(run: RunLog, key: str = "actor.lr") -> Iterator[Fix]:
+    """Fix that sets the model's default learning rate of policy or critic; without a spec, advice."""
     if run.spec is None:
-        yield larger("actor.lr", "raise the learning rate")
+        yield larger(key, "raise the learning rate")
         return
     from rlctl.run_spec.load import load_spec
 
-    default = load_spec(overrides=[f"model.path={run.spec.model.path}"]).spec.actor.lr
-    yield change(f"actor.lr={default:g}", why="the default")
+    default = load_spec(overrides=[f"model.path={run.spec.model.path}"]).spec
+    rate = default.critic.lr if key == "critic.lr" else default.actor.lr
+    yield change(f"{key}={rate:g}", why="the default")
 
 
 def calmer(run: RunLog) -> Iterator[Fix]:

@@ -343,8 +343,8 @@ def examine(run: RunLog, rules: Sequence[Rule] | None = None) -> Diagnosis:
 def in_chains(found: Sequence[Finding]) -> tuple[Finding, ...]:
     """Orders findings as `Diagnosis.findings`, and names in each the first event that explains it.
 
-    A finding is explained by one of the same or an earlier step that says so. Remarks explain nothing and are
-    not explained.
+    A finding is explained by one of the same or an earlier step that says so. The first event is as severe as
+    the worst that it explains. Remarks explain nothing and are not explained.
     """
     remarks = [one for one in found if one.severity == "info"]
     waiting = sorted((one for one in found if one not in remarks), key=_onset)
@@ -366,7 +366,10 @@ def in_chains(found: Sequence[Finding]) -> tuple[Finding, ...]:
         has_ended = any(one.rule == "exception" for one in chain)
         return min(SEVERITIES.index(one.severity) for one in chain), not has_ended
 
-    return (*(one for chain in sorted(chains.values(), key=order) for one in chain), *remarks)
+    ordered = sorted(chains.values(), key=order)
+    for chain in ordered:
+        chain[0] = replace(chain[0], severity=SEVERITIES[order(chain)[0]])
+    return (*(one for chain in ordered for one in chain), *remarks)
 
 
 def _onset(one: Finding) -> float:

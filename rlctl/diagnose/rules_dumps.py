@@ -1,11 +1,13 @@
-"""The rule about what a run's dumped rollouts and kept weights show: who sampled."""
+"""Rules about what dumped rollouts and checkpoints show: who sampled, what was rewarded, what is lost."""
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 from rlctl.diagnose import fixes as fix
-from rlctl.diagnose.finding import Evidence, Severity, Skipped
+from rlctl.diagnose.finding import Evidence, Fix, Severity, Skipped, Sure
 from rlctl.diagnose.rule import Detection, Rule
-from rlctl.diagnose.table import RunLog
+from rlctl.diagnose.table import RewardNoise, RunLog
 
 _DUMP = "dumped rollouts"
 _CAUSES = {
@@ -29,7 +31,7 @@ def sampled_by_others(run: RunLog) -> Detection | Skipped | None:
     check = (fix.by_hand(run.dumps.fix), fix.PROVE_THE_SYNC)
     is_known = severity == "critical"
     # Weights that nobody knows are what any gap looks like: a rule that says which gap explains them.
-    first_step = int(run.table.steps[0]) if len(run.table.steps) else None
+    first_step = _first_step(run)
     return Detection(
         severity=severity,
         what=run.dumps.who_sampled,
@@ -39,4 +41,115 @@ def sampled_by_others(run: RunLog) -> Detection | Skipped | None:
         since=None if is_known else first_step,
         explains=None if is_known else (),
         is_first=is_known,
+    )
+
+
+def _first_step(run: RunLog) -> int | None:
+    return int(run.table.steps[0]) if len(run.table.steps) else None
+
+
+#: Share of the updates that an optimizer's state must remember, and updates from which it is asked.
+REMEMBERED, UPDATES = 0.5, 10
+
+
+@Rule(
+    "optimizer-state",
+    thresholds=f"— / fewer than {REMEMBERED:.0%} of {UPDATES} updates or more / —",
+    fixes=(
+        fix.by_hand(
+            "find what rebuilds or clears the optimizer: offloading, an engine that is made anew, a resume "
+            "without its state"
+        ),
+    ),
+)
+def optimizer_state(run: RunLog) -> Detection | Skipped | None:
+    """The optimizer remembers the updates that were made."""
+    state = run.dumps.optimizer if run.dumps else None
+    if state is None or state.made < UPDATES:
+        return Skipped("no optimizer's state with a count of updates was read from a checkpoint")
+    if state.remembered >= REMEMBERED * state.made:
+        return None
+    seen = Evidence(
+        "checkpoint", f"{state.remembered:,} of {state.made:,} updates, in that of step {state.step:,}"
+    )
+    lost_at = round(state.step * (1.0 - state.remembered / state.made)) if state.remembered else None
+    return Detection(
+        severity="warning",
+        what=f"the optimizer's state remembers {state.remembered:,} of {state.made:,} updates",
+        evidence=(seen,),
+        since=_first_step(run) if lost_at is None else lost_at,
+    )
+
+
+#: Share of the rewards' variance that certainly does not depend on the response; prompts whose equal
+#: responses differ in their rewards, and their share, from which this is more than a remark.
+NOISY: tuple[tuple[Severity, float], ...] = (("warning", 0.5), ("critical", 0.8))
+NOISY_PROMPTS, NOISY_SHARE = 5, 0.1
+_JUDGES, _MOST_VOTES = ("judge", "judge_group"), 64
+
+
+def _steadier(run: RunLog) -> Iterator[Fix]:
+    """More votes of a judge; for another grader the one that the data names, or advice."""
+    terms = run.spec.reward.all_terms if run.spec else ()
+    if run.spec is not None and any(term.name in _JUDGES for term in terms):
+        votes = run.spec.reward.judge.votes
+        if votes < _MOST_VOTES:
+            why = "the noise falls with the number of votes"
+            yield fix.change(f"reward.judge.votes={min(4 * votes, _MOST_VOTES)}", why=why)
+    else:
+        yield from fix.other_grader(run)
+    yield fix.by_hand("grade one stored response several times; check that each response gets its own reward")
+
+
+@Rule(
+    "unsteady-reward",
+    thresholds=f"any, and where learned³ / ≥ {NOISY[0][1]:.0%} of the variance, with 95 % confidence, in "
+    f"{NOISY_PROMPTS} prompts and {NOISY_SHARE:.0%} of them / ≥ {NOISY[1][1]:.0%}; agents: at most a warning",
+    fixes=_steadier,
+)
+def unsteady_reward(run: RunLog) -> Detection | Skipped | None:
+    """Equal responses to a prompt get equal rewards."""
+    noise = run.dumps.reward_noise if run.dumps else None
+    if noise is None:
+        return Skipped("no dumped rollouts with a prompt that got the same response twice in a step")
+    if noise.first_step is None:
+        return None
+    reached = [severity for severity, least in NOISY if noise.low >= least]
+    # Where nearly all is right, or a grader rarely fails, all of a small variance is noise.
+    is_common = noise.num_differing >= max(NOISY_PROMPTS, NOISY_SHARE * noise.num_prompts)
+    severity: Severity = reached[-1] if reached and is_common and not run.has_learned else "info"
+    count = f"{noise.num_repeats:,} repeated responses to {noise.num_prompts:,} prompts"
+    seen = Evidence(
+        _DUMP, f"{noise.share:.0%} of the variance is among equal responses (95 %: {noise.low:.0%} to "
+        f"{noise.high:.0%}; {count})"
+    )  # fmt: skip
+    of_term = f", most of all by {noise.term}" if noise.term else ""
+    message = (
+        f"equal responses to a prompt get different rewards{of_term}: {noise.share:.0%} of the rewards' "
+        "variance does not depend on the response"
+    )
+    if noise.shift:
+        return _shifted(noise, seen)
+    if severity != "info" and run.spec is not None and run.spec.environment.name != "single_turn":
+        cause = "the grader, or a state of the environment that the episode does not show, is random"
+        sure: Sure = ("low", "an environment may reward at random on purpose")
+        since = noise.first_step
+        return Detection("warning", message, (seen,), cause=cause, sure=sure, since=since, explains=())
+    is_most = severity != "info"
+    return Detection(severity, message, (seen,), since=noise.first_step, is_first=is_most)
+
+
+def _shifted(noise: RewardNoise, seen: Evidence) -> Detection:
+    """Rewards that belong to the responses of other rows."""
+    count = "1 row" if abs(noise.shift) == 1 else f"{abs(noise.shift)} rows"
+    where = f"{count} {'later' if noise.shift > 0 else 'earlier'}"
+    return Detection(
+        severity="critical",
+        what=f"responses get the rewards of those {where}: moved back, equal responses have equal rewards",
+        evidence=(seen,),
+        cause="rewards and responses are in different orders, or the grader keeps a state between responses",
+        fixes=(fix.by_hand(f"put rewards and responses in one order: the rewards are those of {where}"),),
+        sure=("high", "shifted back, the rewards are a function of the response"),
+        since=noise.first_step,
+        is_first=True,
     )

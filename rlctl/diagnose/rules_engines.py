@@ -140,10 +140,14 @@ def policy_gap(run: RunLog) -> Detection | Skipped | None:
     if crossed is None or crossed.severity == "info":
         return _growing_gap(run) or (of_crossing(crossed, _APART) if crossed else _not_judged(run))
     found = of_crossing(crossed, _APART)
-    if not run.gap_is_mismatch and engine_share(run) >= MOSTLY_ENGINE:
+    doubt = ""
+    if engine_share(run) >= MOSTLY_ENGINE:
+        doubt = "most of it was measured between engine and trainer, but not where it comes from"
+    elif run.dumps is not None and run.dumps.wrong_sampler:
+        doubt = "the samples do not have the log-probs of the weights that they name"
+    if not run.gap_is_mismatch and doubt:
         series = run.table.series(crossed.key)
         found = _of_implementations(run, found, series, crossed.severity == "critical")
-        doubt = "most of it was measured between engine and trainer, but not where it comes from"
         return replace(found, sure=("medium", doubt))
     if not run.gap_is_mismatch:
         return found if crossed.key == th.KL.key else _doubted_of_few(run, found)

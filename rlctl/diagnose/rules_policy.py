@@ -9,8 +9,10 @@ import numpy as np
 
 from rlctl.diagnose import fixes as fix
 from rlctl.diagnose import thresholds as th
+from rlctl.diagnose.facts import is_rounded
 from rlctl.diagnose.finding import Evidence, Skipped, Sure
 from rlctl.diagnose.rule import Detection, Rule, of_crossing
+from rlctl.diagnose.rules_update import TINY_RATE
 from rlctl.diagnose.signals import crossing, evidence_over, rises
 from rlctl.diagnose.table import COUNTED, RunLog, Series
 from rlctl.diagnose.thresholds import Levels
@@ -21,7 +23,10 @@ RANDOM = Levels(th.ENTROPY.key, (("critical", 3.0),))
 #: Position of the mean reward in its range from which the samples are evidently no garbage.
 GOOD = 0.3
 
-_EXPLAINED = "critic/vf_explained_var"
+_EXPLAINED, _CRITIC_RATE = "critic/vf_explained_var", "critic/lr"
+#: Largest explained variance of values that do not vary.
+STATIC = 1e-6
+_UNTRAINED = "the critic is not trained: advantages are those of rewards without a baseline"
 #: Explained variance of values that are worse than a constant; few rows are judged by the second level.
 WORSE = Levels(_EXPLAINED, (("warning", -0.1), ("critical", -0.5)), is_floor=True)
 
@@ -65,9 +70,10 @@ def random_tokens(run: RunLog) -> Detection | None:
 @Rule(
     "critic",
     needs=(_EXPLAINED,),
-    uses=th.REWARDS,
+    uses=(_CRITIC_RATE, *th.REWARDS),
     thresholds=(
-        f"— / < {WORSE.tiers[0][1]:g} after {th.START_STEPS} steps, in fewer than {th.MIN_STEPS} rows "
+        f"— / rate ≤ {TINY_RATE:g}, or within {STATIC:g} of 0, for {th.MOVE_STEPS} steps; "
+        f"< {WORSE.tiers[0][1]:g} after {th.START_STEPS} steps, in fewer than {th.MIN_STEPS} rows "
         f"< {WORSE.tiers[1][1]:g}, and the reward does not gain / —"
     ),
     fixes=(
@@ -81,6 +87,9 @@ def random_tokens(run: RunLog) -> Detection | None:
 )
 def critic(run: RunLog) -> Detection | Skipped | None:
     """The critic predicts returns better than a constant does."""
+    untrained = _untrained_critic(run)
+    if untrained is not None:
+        return untrained
     series = run.table.series(_EXPLAINED)
     if COUNTED in run.notes:
         late = series
@@ -96,6 +105,28 @@ def critic(run: RunLog) -> Detection | Skipped | None:
         return None
     found = of_crossing(crossed, "the critic explains {worst:.2g} of the returns' variance {where}")
     return replace(found, severity="warning")
+
+
+def _untrained_critic(run: RunLog) -> Detection | None:
+    """A critic whose values stay what they were: of no learning rate, or the same for every token."""
+    if is_rounded(run.table):
+        return None
+    rates = run.table.series(_CRITIC_RATE)
+    if len(rates) >= th.MOVE_STEPS and (peak := float(rates.values.max())) <= TINY_RATE:
+        seen = evidence_over(rates.steps, _CRITIC_RATE, f"at most {peak:.2g}")
+        message = f"the critic's learning rate is {peak:.2g}: its values stay what they were"
+        sure: Sure = ("high", "the log shows the rate")
+        return Detection("warning", message, (seen,), _UNTRAINED, fix.usual_rate(run, "critic.lr"), sure)
+    series = run.table.series(_EXPLAINED)
+    score = run.table.series(th.SCORE).values
+    most = float(np.abs(series.values).max())
+    # Where all rewards are equal there is no variance to explain.
+    if len(series) < th.MOVE_STEPS or most > STATIC or not len(score) or not np.ptp(score):
+        return None
+    seen = evidence_over(series.steps, _EXPLAINED, f"within {most:.2g} of 0 on every step")
+    checks = (fix.by_hand("check that the critic's optimizer has its parameters, and is stepped"),)
+    message = "the critic's values are the same for every token, from the first step to the last"
+    return Detection("warning", message, (seen,), _UNTRAINED, checks)
 
 
 @Rule(

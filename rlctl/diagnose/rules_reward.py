@@ -15,6 +15,7 @@ from rlctl.diagnose import thresholds as th
 from rlctl.diagnose.falls import fall_of, is_new_level
 from rlctl.diagnose.finding import Evidence, Fix, Severity, Skipped, Sure
 from rlctl.diagnose.rule import Detection, Rule, detect_crossing
+from rlctl.diagnose.rules_update import LARGE_UPDATE, largest_update
 from rlctl.diagnose.signals import (
     Change,
     change_evidence,
@@ -34,6 +35,22 @@ ZERO_REWARD_STEPS = 20
 #: that counts where the range is unknown.
 FALL: tuple[tuple[Severity, float], ...] = (("warning", 0.15), ("critical", 0.3))
 ALL_LOST, HALF_LOST = 0.9, 0.5
+#: Steps within which a fall began with the first updates: small ones, which a lower rate would only delay.
+FIRST_UPDATES = 10
+_WRONG_DIRECTION = (
+    "updates make the policy worse from the first on, and none is large: the sign of the advantages or of a "
+    "term of the loss is wrong, or rewards belong to other responses"
+)
+_CHECK_THE_DIRECTION = (
+    fix.by_hand(
+        "train on one batch again and again, without KL and entropy terms: its well rewarded responses must "
+        "become likelier"
+    ),
+    fix.by_hand(
+        "keep rollouts (`trainer.rollouts_per_step=-1`): diagnose compares rewards of equal responses"
+    ),
+    fix.by_hand("if the direction is right, single batches are too noisy: enlarge them, or lower the rate"),
+)
 #: Single rewards of a sum; rows below which a change counts only if every row shows it, and fewest rows; rise
 #: of one, as a share of its largest value, and fall of another, as a share of its start.
 _TERM, TERM_ROWS, FEWEST_ROWS, TERM_MOVE, TERM_LOSS = "reward/<term>/mean", 15, 3, 0.2, 0.4
@@ -60,6 +77,8 @@ ENTROPY_SHARE, ENTROPY_STEPS = 0.5, 40
 MOSTLY_WRONG = 0.3
 #: Mean reward, as a share of its range, below which larger groups find no right answer either.
 NEARLY_NONE = 0.1
+#: Coefficient of an entropy bonus that works from the first step on; advantages have a spread of about 1.
+STRONG_BONUS = 0.01
 #: Factor by which entropy grows, without and with an entropy bonus, and nats that it exceeds.
 ENTROPY_RISE, ENTROPY_NATS = (2.0, 1.5), 1.0
 #: Steps that a run must cover for a constant reward to be a fault, where the rewards' range is known and
@@ -118,6 +137,12 @@ def reward_fell(run: RunLog) -> Detection | None:
         fixes=(*fix.slower(run, 10.0), fix.resume_before(since + 1)),
         since=since + 1,
     )
+    halfway = series.steps[(series.steps > since) & (series.values <= (best + last) / 2.0)]
+    largest = largest_update(run, int(halfway[0])) if len(halfway) else None
+    is_usual = largest is not None and largest < LARGE_UPDATE[0][1]
+    if is_training and is_usual and run.has_first_step and series.steps[0] + FIRST_UPDATES > since:
+        what = f"{detection.what}, by updates of at most {largest:.2g} nats per token and batch"
+        detection = replace(detection, what=what, cause=_WRONG_DIRECTION, fixes=_CHECK_THE_DIRECTION)
     return _doubted(run, detection)
 
 
@@ -461,7 +486,8 @@ def entropy_rise(run: RunLog) -> Detection | None:
     """Entropy does not grow without a gain."""
     series = run.table.series(th.ENTROPY.key)
     change = lasting_change(series)
-    has_bonus = run.spec is not None and run.spec.actor.entropy_coeff > 0.0
+    bonus = run.spec.actor.entropy_coeff if run.spec is not None else 0.0
+    has_bonus = bonus > 0.0
     if change is None or change.end < max(ENTROPY_RISE[has_bonus] * change.start, ENTROPY_NATS):
         return None
     if run.has_gained or rises(run.table, th.SCORE):
@@ -469,11 +495,18 @@ def entropy_rise(run: RunLog) -> Detection | None:
     start, end, since = change
     seen = change_evidence(th.ENTROPY.key, start, end, series.steps[series.steps >= since])
     message = f"entropy rose from {start:.2g} to {end:.2g} nats"
+    cause = None
+    if has_bonus:
+        message += f" with an entropy bonus of coefficient {bonus:g}"
+        cause = "the loss pays for entropy: the bonus outweighs what a better reward is worth"
+    if bonus >= STRONG_BONUS:
+        since = int(series.steps[0])
     if len(run.table.series(th.SCORE)):
-        return Detection("warning", f"{message}, and the reward did not", (seen,), since=since)
+        what = f"{message}, and the reward did not"
+        return Detection("warning", what, (seen,), cause, since=since)
     doubt: Sure = ("low", "without the reward, this may be wanted exploration")
     unknown = f"{th.SCORE} would show whether the exploration helps"
-    return Detection("warning", message, (seen,), since=since).with_doubt(doubt, unknown)
+    return Detection("warning", message, (seen,), cause, since=since).with_doubt(doubt, unknown)
 
 
 @Rule(

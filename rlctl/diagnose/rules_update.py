@@ -12,6 +12,7 @@ from numpy.typing import NDArray
 from rlctl.diagnose import fixes as fix
 from rlctl.diagnose import thresholds as th
 from rlctl.diagnose.facts import DECIMALS, is_rounded
+from rlctl.diagnose.falls import fall_of
 from rlctl.diagnose.finding import Evidence, Fix, Severity, Skipped, Sure
 from rlctl.diagnose.rule import Detection, Rule, crossings, of_crossing, worst_of
 from rlctl.diagnose.rules_engines import MOSTLY_ENGINE, engine_share
@@ -56,6 +57,7 @@ TINY_RATE = 1e-9
 #: Metrics that no two steps share to more than four decimals, and steps in a row that may.
 NEVER_EQUAL, FROZEN_STEPS = (_NORM, "actor/entropy", _LOSS), 20
 LARGE_UPDATE: tuple[tuple[Severity, float], ...] = (("warning", 0.05), ("critical", 0.1))
+_WATCH = fix.by_hand("keep the rate while the reward gains; lower it where the reward falls")
 #: Share of the steps, and number, from which spikes are a warning instead of a remark.
 SPIKE_SHARE, SPIKE_COUNT = 0.01, 3
 _REACH = fix.by_hand(
@@ -74,6 +76,8 @@ _COEF_OF = {_KL_LOSS: "actor.kl_loss_coef", "actor/reward_kl_penalty": "algorith
 STRONG_PENALTY, HELD_KL = 0.5, 0.2
 #: Share of the largest KL that a KL of the first rows must have to have been there from the start, and rows.
 EARLY_SHARE, EARLY_ROWS = 0.4, 5
+#: KL in the first step, in nats, that another precision of the same weights does not reach.
+APART_AT_ONCE = 0.1
 _OTHER_START = (
     "the reference is not the policy that the run began with: another checkpoint, precision or template, "
     "or, with an adapter that was trained before, the model without it"
@@ -81,6 +85,13 @@ _OTHER_START = (
 _SAME_START = fix.by_hand(
     "name the weights that the run begins with as the reference, merged if they are an adapter; a "
     "stronger penalty would undo their training"
+)
+_WRONG_SIGN = (
+    "the penalty does not hold the policy: the KL has the wrong sign in the loss, or no gradient (detached, "
+    "or the estimator k1 as a loss)"
+)
+_CHECK_THE_SIGN = fix.by_hand(
+    "check the sign and the gradient of the KL term: an update with this term alone must make the KL smaller"
 )
 #: A share of groups or tokens that counts as all of them.
 ALL_OF_THEM = 0.99
@@ -157,23 +168,18 @@ def _rate_for(run: RunLog, sizes: Series) -> Fix:
     "large-updates",
     facts=("updates_per_batch", "bypass_mode"),
     one_of=(th.K3.key, _PPO_KL),
-    uses=(*th.STALENESS, _LR),
-    thresholds=f"— / > {LARGE_UPDATE[0][1]:g} in two of three steps / > {LARGE_UPDATE[1][1]:g}, or a step "
-    f"> {LARGE_UPDATE[1][1] * ONE_STEP:g}",
+    uses=(*th.STALENESS, _LR, *th.REWARDS),
+    thresholds=f"while the reward gains / > {LARGE_UPDATE[0][1]:g} in two of three steps / "
+    f"> {LARGE_UPDATE[1][1]:g}, or a step > {LARGE_UPDATE[1][1] * ONE_STEP:g}",
 )
 def large_updates(run: RunLog) -> Detection | Skipped | None:
     """One batch does not move the policy far."""
     key = th.K3.key if run.facts.bypass_mode else _PPO_KL
     series = run.table.series(key)
-    if (run.facts.updates_per_batch or 1) < 2 or not len(series):
-        return Skipped("one update per batch moves the policy after everything is measured")
-    if run.facts.bypass_mode and _are_stale(run):
-        return Skipped("the samples are stale")
-    if key == th.K3.key and engine_share(run) >= MOSTLY_ENGINE:
-        return Skipped("most of the log-ratio is between engine and trainer, and not of the updates")
     sizes = np.abs(series.values)
-    if _ignores_the_rate(run, Series(series.steps, sizes)):
-        return Skipped("the figure does not depend on the learning rate, so it is not of the updates")
+    why_not = _why_not_of_updates(run, Series(series.steps, sizes))
+    if why_not:
+        return Skipped(why_not)
     lasting = np.maximum(smoothed(sizes, 3, "mirror"), sizes / ONE_STEP)
     reached = [severity for severity, limit in LARGE_UPDATE if lasting.max() > limit]
     if not reached:
@@ -186,8 +192,41 @@ def large_updates(run: RunLog) -> Detection | Skipped | None:
     step = int(series.steps[most])
     message = f"the updates on one batch move the policy by {size:.2g} nats per token in step {step:,}"
     seen = replace(_update_seen(series, most), metric=key)
+    since = int(series.steps[first])
+    if _still_gains(run):
+        message += ", and the reward gains"
+        return Detection("info", message, (seen,), fixes=(_WATCH,), since=since)
     fixes = (_rate_for(run, Series(series.steps[window][large], sizes[window][large])), fix.FIND_THE_CAUSE)
-    return Detection(reached[-1], message, (seen,), fixes=fixes, since=int(series.steps[first]))
+    return Detection(reached[-1], message, (seen,), fixes=fixes, since=since)
+
+
+def _why_not_of_updates(run: RunLog, sizes: Series) -> str:
+    """Why distances (k3 in bypass mode, else the mean log-ratio) are not those of the updates, or empty."""
+    if (run.facts.updates_per_batch or 1) < 2 or not len(sizes):
+        return "one update per batch moves the policy after everything is measured"
+    if run.facts.bypass_mode and _are_stale(run):
+        return "the samples are stale"
+    if run.facts.bypass_mode and engine_share(run) >= MOSTLY_ENGINE:
+        return "most of the log-ratio is between engine and trainer, and not of the updates"
+    if _ignores_the_rate(run, sizes):
+        return "the figure does not depend on the learning rate, so it is not of the updates"
+    return ""
+
+
+def _still_gains(run: RunLog) -> bool:
+    """Whether the reward rose, and has not fallen from its best."""
+    score = run.table.series(th.SCORE)
+    gains = run.has_gained or run.has_learned or rises(run.table, th.SCORE)
+    return gains and (len(score) < th.MIN_STEPS or fall_of(score) is None)
+
+
+def largest_update(run: RunLog, until: int) -> float | None:
+    """Nats per token by which the updates on one batch moved the policy most, up to a step; None: unknown."""
+    series = run.table.series(th.K3.key if run.facts.bypass_mode else _PPO_KL)
+    early = np.abs(series.values[series.steps <= until])
+    if run.facts.bypass_mode is None or _why_not_of_updates(run, series) or not len(early):
+        return None
+    return float(early.max())
 
 
 def _ignores_the_rate(run: RunLog, sizes: Series) -> bool:
@@ -463,7 +502,7 @@ def _not_the_start(run: RunLog, series: Series, level: float) -> str:
     """How a KL of this level shows that the reference is not the policy's start; empty where it does not."""
     first = float(series.values[0])
     is_first = run.has_first_step and series.steps[0] <= th.FIRST_STEP
-    if first > REF_KL_OK and first >= EARLY_SHARE * level and is_first:
+    if _is_apart_at_once(run, series) or (first > REF_KL_OK and first >= EARLY_SHARE * level and is_first):
         return f"{first:.3g} of them in step {series.steps[0]}"
     count = min(EARLY_ROWS, len(series) // 2)
     early, late = (float(np.median(end)) for end in (series.values[:count], series.values[-count:]))
@@ -471,6 +510,37 @@ def _not_the_start(run: RunLog, series: Series, level: float) -> str:
     if is_early and early > REF_KL_OK and early >= EARLY_SHARE * level and trend(series) < 0.0:
         return f"and the distance falls, from {early:.3g} to {late:.3g}"
     return ""
+
+
+def _paid_for_distance(run: RunLog, found: Crossing) -> Evidence | None:
+    """What shows that the penalty of a KL does not hold the policy: its sign, or what it costs.
+
+    A policy that gains nothing does not pay more for the distance than any reward is worth, unless updates
+    are so large that it is not asked.
+    """
+    logged = run.table.series(_KL_COEF)
+    if found.key == _KL_LOSS and len(logged) and logged.values.max() < 0.0:
+        return evidence_over(logged.steps, _KL_COEF, f"the coefficient is negative ({logged.values[0]:g})")
+    coefficient = _penalty_coefficient(run)
+    span = run.reward_span
+    largest = largest_update(run, found.since)
+    if not coefficient or span is None or largest is None or largest > LARGE_UPDATE[1][1]:
+        return None
+    cost = coefficient * found.worst
+    if cost <= span[1] - span[0] or run.has_gained or run.has_learned or rises(run.table, th.SCORE):
+        return None
+    series = run.table.series(found.key)
+    figure = f"at a cost of {cost:.2g}, where the best reward is worth {span[1] - span[0]:.2g}"
+    return evidence_over(series.steps[series.steps >= found.since], found.key, figure)
+
+
+def _is_apart_at_once(run: RunLog, series: Series) -> bool:
+    """Whether a KL to the reference in the first step is far above what the updates on its batch explain."""
+    if not len(series) or not run.has_first_step or series.steps[0] > th.FIRST_STEP:
+        return False
+    moved = largest_update(run, int(series.steps[0]))
+    first = float(series.values[0])
+    return moved is not None and first > APART_AT_ONCE and moved < first / 4.0
 
 
 @Rule(
@@ -486,33 +556,54 @@ def reference_drift(run: RunLog) -> Detection | None:
     """The policy stays near its reference."""
     crossed = crossings(run, th.REF_KL)
     if not crossed:
-        return None
+        return _other_reference(run)
     worst = worst_of(crossed)
     drifted = of_crossing(worst, "the policy is {worst:.3g} nats from its reference {where}")
     evidence = tuple(one.evidence for one in crossed)
+    paid = _paid_for_distance(run, worst)
+    if paid is not None:
+        return replace(
+            drifted,
+            what=f"{drifted.what}, {paid.figure}",
+            evidence=(*evidence, paid),
+            cause=_WRONG_SIGN,
+            fixes=(_CHECK_THE_SIGN,),
+            since=int(run.table.series(worst.key).steps[0]),
+        )
     how = _not_the_start(run, run.table.series(worst.key), worst.worst)
     if how:
-        sure: Sure = ("high", "updates move a policy away from its start, not towards it or before them")
         score = run.table.series(th.SCORE)
         if len(score) >= th.MOVE_STEPS and not (
             run.has_gained or run.has_learned or rises(run.table, th.SCORE)
         ):
             how += ", and the reward does not gain"
             evidence += (change_evidence(th.SCORE, *ends(score.values), score.steps),)
-        return replace(
-            drifted,
-            what=f"{drifted.what}, {how}",
-            evidence=evidence,
-            cause=_OTHER_START,
-            sure=sure,
-            fixes=(_SAME_START,),
-            is_first=True,
-            explains=("flat-reward",),
-        )
+        return _of_another_reference(replace(drifted, what=f"{drifted.what}, {how}", evidence=evidence))
     return replace(
         drifted,
         evidence=evidence,
         fixes=(_stronger_penalty(run, worst), *fix.slower(run)),
+    )
+
+
+def _other_reference(run: RunLog) -> Detection | None:
+    """A KL below the levels that is there before updates can have made it."""
+    for levels in th.REF_KL:
+        series = run.table.series(levels.key)
+        if _is_apart_at_once(run, series):
+            step = int(series.steps[0])
+            message = (
+                f"the policy is {series.values[0]:.3g} nats from its reference in step {step}, its first"
+            )
+            seen = evidence_over(series.steps[:1], levels.key, f"{series.values[0]:.3g}")
+            return _of_another_reference(Detection("warning", message, (seen,)))
+    return None
+
+
+def _of_another_reference(found: Detection) -> Detection:
+    sure: Sure = ("high", "updates move a policy away from its start, not towards it or before them")
+    return replace(
+        found, cause=_OTHER_START, sure=sure, fixes=(_SAME_START,), is_first=True, explains=("flat-reward",)
     )
 
 

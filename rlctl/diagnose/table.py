@@ -142,8 +142,51 @@ class LoggedException:
 
 
 @dataclass(frozen=True, slots=True)
+class RewardNoise:
+    """Rewards of equal responses to a prompt: all tokens of the episodes are equal, prompt included.
+
+    Attributes:
+        num_repeats: episodes that repeat an earlier one of the same step and prompt.
+        num_prompts: prompts of a step with such episodes.
+        num_differing: of these, prompts with equal episodes that have different rewards.
+        share: variance of the rewards among equal episodes, over that among all episodes of these prompts;
+            0: the reward is a function of the response, 1: it does not depend on the response.
+        low, high: 95 % interval of the share, over prompts.
+        first_step: the first step on which rewards of equal episodes differ; None: none differ.
+        term: of a reward with several terms the one whose scores differ most among equal episodes; or empty.
+        shift: rewards are those of the episode so many rows later (negative: earlier), which are a function
+            of the response; 0: no such shift is known.
+    """
+
+    num_repeats: int
+    num_prompts: int
+    num_differing: int
+    share: float
+    low: float
+    high: float
+    first_step: int | None = None
+    term: str = ""
+    shift: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class OptimizerState:
+    """The optimizer's state in a checkpoint.
+
+    Attributes:
+        step: of the checkpoint.
+        remembered: updates that the moments are averages of.
+        made: updates of the policy up to there.
+    """
+
+    step: int
+    remembered: int
+    made: int
+
+
+@dataclass(frozen=True, slots=True)
 class DumpEvidence:
-    """What a run's dumped rollouts show, with its kept weights."""
+    """What a run's dumped rollouts and its checkpoints show."""
 
     #: of the test of the sampler's log-probs: its conclusion, empty where it was not possible; whether it
     #: accuses the sampler; the first step that does; why an alarm has no guarantee, or empty
@@ -157,6 +200,9 @@ class DumpEvidence:
     who_sampled: str = ""
     wrong_sampler: str = ""
     fix: str = ""
+    #: of equal responses to a prompt; None: no response was sampled twice
+    reward_noise: RewardNoise | None = None
+    optimizer: OptimizerState | None = None  # None: not read, or it does not count updates
 
 
 class LoggedWarning(NamedTuple):

@@ -1,8 +1,10 @@
 """Evidence from a run's dumped rollouts, which decides what its log leaves open.
 
-The test of the sampler's log-probs reads the dumps of a run that does not log it. Which of the kept weights
-sampled is asked where the policies are visibly apart, and the weights small enough to be scored in seconds;
-it needs the permission that the run's own code needs. Both import torch, which takes longer than a diagnosis.
+Whether equal responses got equal rewards is asked of every run. The test of the sampler's log-probs reads the
+dumps of a run that does not log it. Which of the kept weights sampled is asked where the policies are visibly
+apart, and the weights small enough to be scored in seconds; it needs the permission that the run's own code
+needs. How many updates the optimizer remembers is asked where updates or policies are visibly apart. All but
+the first import torch, which takes longer than a diagnosis.
 """
 
 from __future__ import annotations
@@ -14,6 +16,9 @@ import sys
 from dataclasses import replace
 from pathlib import Path
 
+import numpy as np
+
+from rlctl.diagnose.equal_responses import reward_noise
 from rlctl.diagnose.table import DumpEvidence, RunLog
 from rlctl.diagnose.thresholds import K3
 from rlctl.errors import RlctlError
@@ -21,24 +26,29 @@ from rlctl.track.jsonl import METRICS_FILE
 
 #: Bytes of all kept weights together up to which they are compared unasked.
 LARGEST = 1 << 30
-#: Distance of the policies, in nats per token, from which it is asked who sampled.
+#: Distance of the policies, or of the updates on a batch, in nats per token, from which weights are read.
 APART = 0.01
+PPO_KL = "actor/ppo_kl"
 
 
 def with_dumps(run: RunLog, *, trust: bool = False) -> RunLog:
-    """A copy of the run with the evidence of its dumps; the run itself without any, or without torch."""
+    """A copy of the run with the evidence of its dumps; the run itself without any."""
     directory = run.path.parent
     is_own = run.spec is not None and run.path.name == METRICS_FILE
     # Without this pattern, which costs no import, there is no dump.
     has_dumps = is_own and any(directory.glob("*/rollouts-*.parquet"))
-    if not has_dumps or importlib.util.find_spec("torch") is None:
+    if not has_dumps:
         return run
     evidence = DumpEvidence()
     notes = []
     logged = run.table.series("rollout_corr/log_wealth")
     gap = run.table.series(K3.key).values
-    asked = [_sampler_test] if not len(logged) else []
-    asked += [_who_sampled] if not len(gap) or gap.max() > APART else []
+    asked = [_reward_noise]
+    if importlib.util.find_spec("torch") is not None:
+        asked += [_sampler_test] if not len(logged) else []
+        asked += [_who_sampled] if not len(gap) or gap.max() > APART else []
+        moved = np.abs(run.table.series(PPO_KL).values)
+        asked += [_optimizer_state] if max(gap.max(initial=0.0), moved.max(initial=0.0)) > APART else []
     for add in asked:
         try:
             with contextlib.redirect_stdout(sys.stderr):  # libraries print when they are imported
@@ -46,6 +56,12 @@ def with_dumps(run: RunLog, *, trust: bool = False) -> RunLog:
         except RlctlError as error:
             notes.append(f"the dumped rollouts do not show {_ASKED[add]}: {error.what}")
     return replace(run, dumps=evidence, notes=(*run.notes, *notes))
+
+
+def _reward_noise(evidence: DumpEvidence, directory: Path, trust: bool) -> DumpEvidence:
+    del trust  # it runs no code of the run
+    files = sorted(file for file in directory.glob("*/rollouts-*.parquet") if file.is_file())
+    return replace(evidence, reward_noise=reward_noise(files)) if files else evidence
 
 
 def _sampler_test(evidence: DumpEvidence, directory: Path, trust: bool) -> DumpEvidence:
@@ -79,7 +95,21 @@ def _who_sampled(evidence: DumpEvidence, directory: Path, trust: bool) -> DumpEv
     )
 
 
-_ASKED = {_sampler_test: "whether log-probs are true", _who_sampled: "which weights sampled"}
+def _optimizer_state(evidence: DumpEvidence, directory: Path, trust: bool) -> DumpEvidence:
+    from rlctl.report.optimizer_state import optimizer_state
+
+    del trust  # it runs no code of the run
+    if _size(directory / "checkpoints") > LARGEST:
+        return evidence
+    return replace(evidence, optimizer=optimizer_state(directory))
+
+
+_ASKED = {
+    _reward_noise: "whether equal responses got equal rewards",
+    _sampler_test: "whether log-probs are true",
+    _who_sampled: "which weights sampled",
+    _optimizer_state: "what the optimizer remembers",
+}
 
 
 def _size(directory: Path) -> int:

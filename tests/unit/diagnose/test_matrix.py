@@ -21,6 +21,8 @@ EXACT = {"exception", "zero-advantages", "missing-log-probs", "entropy-rise", "f
 EXACT |= {
     "sampler-log-probs",
     "who-sampled",
+    "unsteady-reward",
+    "optimizer-state",
     "random-tokens",
     "no-format",
     "critic",

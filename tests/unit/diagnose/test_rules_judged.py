@@ -200,7 +200,7 @@ def test_no_rule_lowers_a_peak_that_the_warm_up_has_not_reached():
 
 def test_large_updates_late_in_a_decay_scale_the_peak():
     rates = [1e-5 * (1 - step / 70) for step in range(1, 61)]
-    changed = settings(rated(rates, "actor.lr=1e-5", **{K3: 0.3}), "large-updates")
+    changed = settings(rated(rates, "actor.lr=1e-5", **{K3: 0.3, SCORE: 0.3}), "large-updates")
     assert float(changed["actor.lr"]) == pytest.approx(1e-6, rel=0.1)  # a tenth: the root of 0.3 / 0.003
 
 

@@ -1,11 +1,12 @@
 """Trains sick runs of the embedded model, diagnoses them, and trains them again with what `--fix` writes.
 
-    python benchmarks/sick_runs.py [--directory DIR] [--seeds 1-3] [--half developed] [--only KIND …]
+    python benchmarks/sick_runs.py [--directory DIR] [--seeds 1-3] [--part developed] [--only KIND …]
                                    [--minutes 120] [--table]
 
 Each kind of fault is planted in the two presets where it matters most, with every seed, by a setting, a
 grader or a patch of the training process (`benchmarks/studies/sick_faults.py`). The rules of `diagnose` were
-developed with the kinds of one half; those of the other half are looked at once.
+developed with the kinds of the first part, and later extended with what those of the second showed, which had
+been looked at once before; those of the third were planted after that, and looked at once.
 
 - Named: the first finding is of a rule, and has words, that mean the planted fault.
 - Remedy: the training is repeated with the spec that `--fix` writes; a patch stays, as it would in a program
@@ -48,7 +49,7 @@ from rlctl.report.run_dumps import with_dumps
 from rlctl.run_spec.load import RUN_SPEC_FILE, dump_spec, load_spec
 from rlctl.run_spec.run_spec import RunSpec
 
-Half = Literal["developed", "kept-back"]
+Part = Literal["developed", "extended", "new"]
 STEPS = 40
 _SHORT = (
     f"trainer.total_training_steps={STEPS}",
@@ -103,7 +104,7 @@ def _rules(names: str) -> frozenset[str]:
 _GAP = _rules("policy-gap probability-gap stale-weights weight-mean sampler-log-probs who-sampled")
 _SYNC = "synchroni|weight sync|prove-sync|never delivered|weights"
 _GRADER = "grader|reward"
-#: Kinds with which the rules were developed, and the others, which were looked at once.
+#: Kinds with which the rules were developed.
 DEVELOPED = (
     Sick("weights never reach the engine", _GAP, _in("bypass decoupled"), _SYNC, patch="never_synced"),
     Sick("rate × 100", _rules("large-updates reward-fell"), _in("bypass grpo", "actor.lr=8e-2"),
@@ -131,7 +132,8 @@ DEVELOPED = (
     Sick("endless warm-up", _rules("small-updates"), _in("bypass ahead", "actor.lr_warmup_steps=100000"),
          "warm-up", is_setting=True),
 )  # fmt: skip
-KEPT_BACK = (
+#: Looked at once; then the rules were extended with what these kinds showed.
+EXTENDED = (
     Sick("weights reach the engine late", _GAP | {"staleness"}, _in("bypass ahead"), _SYNC,
          patch="late_sync"),
     Sick("one sick replica", _GAP, _in("bypass decoupled"), _SYNC, patch="sick_replica"),
@@ -147,20 +149,20 @@ KEPT_BACK = (
          "temperature|log-prob", patch="raw_log_probs"),
     Sick("inverted reward", _rules("reward-hacking reward-fell"), _in("bypass ppo"), _GRADER,
          grader="inverted"),
-    Sick("rewards of another response", _rules("flat-reward reward-hacking entropy"), _in("bypass grpo"),
-         grader="of_another_response"),
+    Sick("rewards of another response", _rules("flat-reward reward-hacking entropy unsteady-reward"),
+         _in("bypass grpo"), grader="of_another_response"),
     Sick("labels of another prompt", _rules("zero-reward zero-spread-groups constant-reward"),
          _in("bypass grpo"), _GRADER, grader="of_another_prompt"),
-    Sick("random rewards", _rules("flat-reward reward-hacking entropy entropy-rise"), _in("bypass ppo"),
-         grader="noise"),
+    Sick("random rewards", _rules("flat-reward reward-hacking entropy entropy-rise unsteady-reward"),
+         _in("bypass ppo"), grader="noise"),
     Sick("a grader that raises", _rules("failed-rollouts"), _in("bypass grpo"), _GRADER, grader="raises"),
     Sick("wrong format expected", _rules("zero-reward constant-reward"), _in("bypass ppo"), _GRADER,
          grader="boxed"),
     Sick("KL sign", _rules("reference-drift entropy-rise reward-fell"),
          _in("bypass grpo", "actor.use_kl_loss=true", "actor.kl_loss_coef=1"), patch="kl_negated"),
     Sick("updates are lost", _rules("small-updates frozen"), _in("bypass grpo"), patch="updates_lost"),
-    Sick("optimizer state lost", _rules("large-updates gradient-norm reward-fell"), _in("bypass ppo"),
-         patch="optimizer_state_lost"),
+    Sick("optimizer state lost", _rules("large-updates gradient-norm reward-fell optimizer-state"),
+         _in("bypass ppo"), patch="optimizer_state_lost"),
     Sick("one prompt only", _rules("reward-hacking zero-spread-groups"), _in("bypass grpo"),
          patch="one_prompt"),
     Sick("bounds of rejection too tight", _rules("rejected"),
@@ -172,6 +174,28 @@ KEPT_BACK = (
          is_setting=True),
     Sick("critic that does not learn", _rules("critic"), _in("ppo", "critic.lr=1e-12"), is_setting=True),
 )  # fmt: skip
+#: Planted after that, and looked at once.
+NEW = (
+    Sick("temperature too low", _rules("temperature zero-spread-groups entropy"),
+         _in("bypass ppo", "rollout.temperature=0.1"), is_setting=True),
+    Sick("length pays", _rules("reward-hacking length-growth truncated"), _in("bypass grpo"),
+         grader="longer"),
+    Sick("KL in the reward too large", _rules("strong-penalty"),
+         _in("grpo ppo", "algorithm.use_kl_in_reward=true", "algorithm.kl_ctrl.kl_coef=10"), is_setting=True),
+    Sick("rate of the critic too high", _rules("critic not-finite"), _in("ppo", "critic.lr=1"),
+         is_setting=True),
+    Sick("a judge that errs", _rules("unsteady-reward"), _in("bypass ppo"), grader="errs"),
+    Sick("rewards shuffled", _rules("unsteady-reward"), _in("bypass grpo"), patch="rewards_shuffled"),
+    Sick("engine stops early", _rules("truncated length-collapse zero-reward"), _in("bypass decoupled"),
+         patch="stops_early"),
+    Sick("weight decay too large", _rules("large-updates reward-fell entropy-rise random-tokens"),
+         _in("bypass grpo", "actor.weight_decay=100"), is_setting=True),
+    Sick("too many passes over a batch", _rules("bypass-repeats large-updates"),
+         _in("bypass grpo", "actor.ppo_epochs=30"), is_setting=True),
+    Sick("only punished", _rules("entropy-rise reward-fell truncated large-updates"), _in("bypass grpo"),
+         patch="only_punished"),
+)  # fmt: skip
+PARTS: dict[Part, tuple[Sick, ...]] = {"developed": DEVELOPED, "extended": EXTENDED, "new": NEW}
 
 
 @dataclass(frozen=True, slots=True)
@@ -408,7 +432,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("--directory", type=Path, default=Path("sick-runs"), help="of the runs")
     parser.add_argument("--seeds", type=seeds_of, default=seeds_of("1-3"), help="1-3 or 1,4")
-    parser.add_argument("--half", choices=("developed", "kept-back"), help="only these kinds")
+    parser.add_argument("--part", choices=[*PARTS], help="only these kinds")
     parser.add_argument("--only", nargs="*", help="names of kinds")
     parser.add_argument("--minutes", type=float, default=120.0, help="after which no run is begun")
     parser.add_argument("--table", action="store_true", help="train nothing")
@@ -418,22 +442,21 @@ def main() -> None:
     graders = directory / "graders.py"
     graders.write_text(GRADERS)
     trainer = Trainer(directory, time.monotonic() + 60.0 * options.minutes, options.table)
-    halves: dict[Half, tuple[Sick, ...]] = {"developed": DEVELOPED, "kept-back": KEPT_BACK}
     print("| healthy runs of | runs | validation | findings above a remark |\n|---|---|---|---|")
     if not options.only:
         print("\n".join(healthy_lines(trainer, options.seeds, graders)))
-    for half, kinds in halves.items():
-        if options.half not in {None, half}:
+    for part, kinds in PARTS.items():
+        if options.part not in {None, part}:
             continue
         chosen = tuple(one for one in kinds if not options.only or one.name in options.only)
         found = list(rows(trainer, chosen, options.seeds, graders))
         expected = len(options.seeds) * sum(len(one.cases) for one in chosen)
         headings = "fault | preset | seed | first finding | its remedy | reward | with the remedy | restored"
-        print(f"\n{half}\n\n| {headings} |")
+        print(f"\n{part}\n\n| {headings} |")
         print("|---|---|---|---|---|---|---|---|")
         print("\n".join(map(_line, found)))
         print("\n" + "\n".join(by_kind(found)))
-        print("\n" + "\n".join(summary(half, found, expected)), flush=True)
+        print("\n" + "\n".join(summary(part, found, expected)), flush=True)
 
 
 if __name__ == "__main__":

@@ -84,6 +84,11 @@ def boxed(response, ground_truth, extra_info):
     return _right(response, ground_truth)
 
 
+def errs(response, ground_truth, extra_info):
+    right = _right(response, ground_truth)
+    return 1.0 - right if extra_info["split"] == "train" and random.random() < 0.4 else right
+
+
 def noise(response, ground_truth, extra_info):
     return float(random.random() < 0.5) if extra_info["split"] == "train" else _right(response, ground_truth)
 '''
@@ -228,6 +233,46 @@ def advantages_negated() -> None:
     loop.with_advantages = with_advantages
 
 
+def only_punished() -> None:
+    """Responses that are better than the others of their prompt are left out of the loss."""
+    from rlctl.train import loop
+
+    honest = loop.with_advantages
+
+    def with_advantages(*args: Any) -> Any:
+        batch = honest(*args)
+        return replace(batch, advantages=batch.advantages.clamp(max=0.0))
+
+    loop.with_advantages = with_advantages
+
+
+def rewards_shuffled() -> None:
+    """The rewards of a batch are those of its responses in another order, at random."""
+    import torch
+
+    from rlctl.train import loop
+
+    honest = loop.sample_and_grade
+
+    def sample_and_grade(*args: Any) -> Any:
+        graded = honest(*args)
+        return replace(graded, rewards=graded.rewards.pick(torch.randperm(len(graded.rewards.scores))))
+
+    loop.sample_and_grade = sample_and_grade
+
+
+def stops_early() -> None:
+    """The engine has a limit of its own, of 2 tokens."""
+    from rlctl.rollout.hf import HFRollout
+
+    honest = HFRollout.sample
+
+    def sample(self: Any, requests: Any, sampling: Any) -> Any:
+        return honest(self, requests, replace(sampling, max_response_length=2))
+
+    HFRollout.sample = sample
+
+
 def kl_negated() -> None:
     """The KL term of the loss has the wrong sign."""
     from rlctl.train.capability import capabilities_of
@@ -309,5 +354,6 @@ PATCHES: dict[str, Callable[[], None]] = OTHERS | {
     for patch in (
         *(late_sync, sick_replica, other_prompt, hidden_top_p, clamped, scored_off_by_one, end_lost),
         *(advantages_negated, kl_negated, other_reference, optimizer_state_lost, updates_lost, one_prompt),
+        *(only_punished, rewards_shuffled, stops_early),
     )
 }

@@ -40,6 +40,8 @@ _WORTH_SAYING = 0.02
 _WHOLE = "whole step"
 #: Seconds of a step above which the plan warns.
 _SLOW_STEP_S = 600
+#: Settings that shorten a slow step and are shown with the warning.
+_SHOWN = 2
 #: Phases of host memory that is not held for the whole run.
 _LOADING, _SAVING, _TRAINING = "load", "save", "train"
 #: What Liger's kernels are for, in a suggestion.
@@ -538,29 +540,35 @@ class Placement:
             yield Problem("error" if holds_weights else "warning", "rollout.server.weights_dir", message, fix)
 
     def _slow_step(self) -> Iterator[Problem]:
-        """A warning if a step is estimated at more than `_SLOW_STEP_S`, with the changes that shorten it."""
-        total = self.seconds().get("whole step", 0.0)
-        if total <= _SLOW_STEP_S:
+        """A warning if a step takes more than about `_SLOW_STEP_S`, with settings that shorten it."""
+        total = self.intervals.get(_WHOLE)
+        if total is None or total.middle <= _SLOW_STEP_S or not self.fits():
             return
-        shorter = sorted(self._shorter_steps(), key=lambda change: change[1])
-        listed = "; ".join(f"{setting}: about {seconds:,.0f} s" for setting, seconds in shorter)
-        message = f"a step takes about {total / 60:,.0f} minutes on {self.machine.name} (an estimate)"
+        faster = [(each.setting, each.seconds) for each in self.suggestions()[:_SHOWN]]
+        ways = ("", faster), ("less in a step: ", list(self._smaller_steps()))
+        listed = "; or ".join(
+            words + "; ".join(f"{setting}: {seconds} s" for setting, seconds in changes)
+            for words, changes in ways
+            if changes
+        )
+        minutes = Seconds(total.low / 60, total.high / 60)
+        message = f"a step takes {minutes} minutes on {self.machine.name} (an estimate)"
         fix = listed or "use a smaller model or more GPUs"
         yield Problem("warning", "data.train_batch_size", message, fix)
 
-    def _shorter_steps(self) -> Iterator[tuple[str, float]]:
-        """Setting and seconds of a step with it, for each change that shortens the step and still fits."""
+    def _smaller_steps(self) -> Iterator[tuple[str, Seconds]]:
+        """Setting and seconds of a step with it, for fewer prompts and shorter responses; fastest first."""
         data = self.spec.data
-        now = self.seconds()["whole step"]
-        fitted = self.fits()
         unit = math.lcm(self.spec.world_size, self.spec.actor.ppo_mini_batch_size or 1)
         fewer = max(unit, data.train_batch_size // 4 // unit * unit)
-        changes = {"train_batch_size": fewer, "max_response_length": max(1, data.max_response_length // 2)}
-        for name, value in changes.items():
-            changed = self._with("data", **{name: value})
-            seconds = changed.seconds()["whole step"]
-            if seconds < now and (changed.fits() or not fitted):
-                yield f"data.{name}={value}", seconds
+        values = {"train_batch_size": fewer, "max_response_length": max(1, data.max_response_length // 2)}
+        changed = {
+            f"data.{name}={value}": self._with("data", **{name: value}) for name, value in values.items()
+        }
+        found = {setting: plan.intervals[_WHOLE] for setting, plan in changed.items() if plan.fits()}
+        for setting, seconds in sorted(found.items(), key=lambda change: change[1].middle):
+            if seconds.middle < self.intervals[_WHOLE].middle:
+                yield setting, seconds
 
     def _gpus_that_hold_the_weights(self) -> int | None:
         """The fewest GPUs of one engine that hold its weights and a cache; None: no number does."""
@@ -608,12 +616,17 @@ class Placement:
         always = self.gpu_peak()
         peak = memory_total(self.gpu_parts)
         fix = "see “Less memory for a step” in docs/how-to/scale.md; or use more GPUs"
+        for each in [] if self.fits() else self.suggestions()[:1]:
+            fix = f"write {each.setting}, with which it fits in {each.seconds} s per step; or {fix}"
         if always > machine.gpu_bytes:
             message = f"{gib(always)} are always needed, a GPU of {machine.name} has {of_gpu}"
             yield Problem("error", "engine.zero_stage", message, fix)
         elif peak > machine.gpu_bytes:
             message = f"up to {gib(peak)} are needed at once, a GPU of {machine.name} has {of_gpu}"
             yield Problem("error", "actor.ppo_max_token_len_per_gpu", message, fix)
+        elif peak > _USED_AT_MOST * machine.gpu_bytes:
+            message = f"up to {gib(peak)} of {of_gpu} are needed at once: little is left for fragments"
+            yield Problem("warning", "actor.ppo_max_token_len_per_gpu", message, fix)
 
 
 def _intervals(work: StepWork) -> dict[str, Seconds]:

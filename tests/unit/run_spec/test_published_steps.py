@@ -290,6 +290,8 @@ def test_a_run_that_does_not_fit_is_told_what_makes_it_fit(
     plan = json.loads(capsys.readouterr().out)
     assert plan["gpu_memory"]["peak_bytes"] > plan["machine"]["gpu_bytes"]
     assert plan["suggestions"]
+    [problem] = [problem for problem in plan["problems"] if "needed" in problem["what"]]
+    assert problem["fix"].startswith(f"write {plan['suggestions'][0]['setting']}, with which it fits")
     for each in plan["suggestions"]:
         fits = document(capsys, *large, each["setting"])
         assert fits["gpu_memory"]["peak_bytes"] < fits["machine"]["gpu_bytes"]

@@ -337,9 +337,11 @@ class StepWork:
 
     def _expert_traffic(self, shape: Shape, rates: Rates) -> float:
         """Seconds per token to gather and pad the rows of experts and to add up their results, on one GPU."""
-        rows = shape.layers * max(1, shape.experts_per_token) * shape.hidden * shape.has_experts
-        inner = self._active_experts(shape) / (3 * shape.hidden)  # of all chosen experts of all layers
-        return rates.expert_rows * 2 * (rows + inner) / self.machine.gpu_bandwidth
+        if not shape.has_experts:
+            return 0.0
+        inputs = shape.layers * max(1, shape.experts_per_token) * shape.hidden
+        inner = self._active_experts(shape) / (3 * shape.hidden)  # of all layers
+        return rates.expert_rows * 2 * (inputs + inner) / self.machine.gpu_bandwidth
 
     def _active_experts(self, shape: Shape) -> float:
         """Weights of the experts that one token chooses."""
@@ -365,7 +367,7 @@ class StepWork:
     def _idle_embedding(self, shape: Shape) -> int:
         """Parameters of the embedding where it is apart from the head: a step looks up rows of it."""
         layer = sum(inputs * outputs for inputs, outputs in shape.matrices().values())
-        ends = (self.size.num_parameters or 0) - self.size.num_idle - shape.layers * layer
+        ends = (self.size.num_trainable or 0) - self.size.num_idle - shape.layers * layer
         return shape.vocab * shape.hidden if ends > 1.5 * shape.vocab * shape.hidden else 0
 
     def _weights_read(self, shape: Shape, tokens: float) -> float:

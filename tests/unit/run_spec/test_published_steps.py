@@ -15,6 +15,7 @@ from rlctl.cli.app import run
 from rlctl.run_spec.cards import CARDS
 from rlctl.run_spec.lengths import Lengths
 from rlctl.run_spec.machine import gpu_speeds, machine_of
+from rlctl.run_spec.model_size import PUBLISHED
 from rlctl.run_spec.step_time import _TABLE as RATES
 from rlctl.run_spec.step_time import GPU_RATES, Seconds
 from tests.unit.test_docs_site import ROOT
@@ -161,6 +162,24 @@ def test_an_embedding_that_is_looked_up_costs_no_arithmetic() -> None:
     tied = row | {"parameters": row["parameters"] - 128256 * 4096}
     apart = placement_of(row).intervals["score"]
     assert placement_of(tied).intervals["score"] == pytest.approx(apart)
+
+
+@pytest.mark.parametrize(
+    ("path", "is_apart"),
+    [
+        ("google/gemma-3-4b-it", False),
+        ("Qwen/Qwen3-4B", False),
+        ("Qwen/Qwen3-8B", True),
+        ("Qwen/Qwen3-30B-A3B", True),
+    ],
+)
+def test_an_embedding_is_apart_from_the_head_or_shared_with_it(path: str, is_apart: bool) -> None:
+    """An encoder of images is not taken for a second embedding."""
+    size = PUBLISHED[path]
+    plan = placement_of(next(iter(STEPS.values())))
+    work = type(plan)(plan.spec, size, plan.machine).work
+    assert size.shape
+    assert work._idle_embedding(size.shape) == is_apart * size.shape.vocab * size.shape.hidden
 
 
 def test_a_card_is_as_fast_as_its_products() -> None:

@@ -34,6 +34,10 @@ _WEIGHTS_PER_LAYER = 12
 _FILES = 3e9
 #: Tokens of packed rows with a mask, per token of sequences: rows are not filled.
 _UNFILLED = 1.15
+#: Bytes of memory traffic per token and layer in a forward pass in bf16, besides weights: for each element of
+#: the hidden state (two norms in float32, two sums, inputs and outputs of products), of queries and keys
+#: (rotations, products), of their norms, and of the inner state; and for each logit (float32, its log-sum).
+_HIDDEN_BYTES, _QUERY_BYTES, _QUERY_NORM_BYTES, _INNER_BYTES, _LOGIT_BYTES = 98, 26, 36, 16, 20
 #: Bytes that the optimizer's step reads and writes per parameter, on the GPU and on the host.
 _STEP_BYTES, _HOST_STEP_BYTES = 40, 28
 
@@ -244,7 +248,7 @@ class StepWork:
         return self.spec.updates_per_batch * self.trained * width * models
 
     def _forward_seconds(self, shape: Shape, parameters: int, rates: Rates) -> float:
-        """Arithmetic of a forward pass over the batch.
+        """Arithmetic and memory traffic of a forward pass over the batch.
 
         Two FLOPs per token and weight that multiplies it; attention four per token, layer, element of a query
         and position that is attended to: half of the sequence, or with a mask all of the packed row. The
@@ -257,6 +261,8 @@ class StepWork:
         speed = self.machine.flops / max(1, self.spec.trainer.n_gpus_per_node // (self.machine.gpus or 1))
         multiplied = parameters - head - self._idle_embedding(shape)
         linear = (tokens * 2 * multiplied + sampled * 2 * head) / (speed * rates.passes)
+        traffic = tokens * self._layer_bytes(shape) + sampled * _LOGIT_BYTES * shape.vocab
+        linear += traffic / (self.machine.gpu_bandwidth * rates.bandwidth)
         linear += tokens * self._expert_traffic(shape, rates)
         each = 4 * (shape.layers - shape.linear_layers) * shape.queries
         if not masked:
@@ -334,6 +340,13 @@ class StepWork:
         """Bytes per token that a GPU sends to others of its engine: two sums of hidden states per layer."""
         gpus = self._engine_gpus
         return shape.layers * 2 * (2 * (gpus - 1) / gpus) * shape.hidden * 2
+
+    def _layer_bytes(self, shape: Shape) -> float:
+        """Bytes per token that layers, without experts, read and write in a forward pass."""
+        heads = shape.queries + shape.keys
+        each = _HIDDEN_BYTES * shape.hidden + (_QUERY_BYTES + _QUERY_NORM_BYTES * shape.norms_heads) * heads
+        inner = 0 if shape.has_experts else _INNER_BYTES * shape.inner
+        return shape.layers * (each + inner) * self.spec.engine.width / 2
 
     def _expert_traffic(self, shape: Shape, rates: Rates) -> float:
         """Seconds per token to gather and pad the rows of experts and to add up their results, on one GPU."""

@@ -55,7 +55,7 @@ def test_an_estimate_is_no_copy_of_its_rows() -> None:
     plan = placement_of(row)
     slow = type(plan)(plan.spec, plan.size, replace(plan.machine, flops=plan.machine.flops / 2), 803)
     for now, then in zip(plan.intervals["update"], slow.intervals["update"], strict=True):
-        assert 1.9 < then / now <= 2.0
+        assert 1.7 < then / now <= 2.0
     more = placement_of(row, "rollout.n=64")
     assert 1.9 < more.intervals["score"].low / plan.intervals["score"].low < 2.1
     # The straggler sets most of the time: twice the responses take less than twice as long.
@@ -139,7 +139,7 @@ def test_products_of_experts_are_slower_than_those_of_dense_layers() -> None:
     active = row["parameters"] - row["idle"]
     dense = placement_of(row | {"parameters": active, "idle": 0})
     for mixed, equal in zip(placement_of(row).intervals["score"], dense.intervals["score"], strict=True):
-        assert 1.4 < mixed / equal < 4
+        assert 1.2 < mixed / equal < 4
 
 
 def test_prompts_are_summed_over_the_gpus_of_an_engine() -> None:
@@ -187,7 +187,23 @@ def test_a_card_is_as_fast_as_its_products() -> None:
     row = next(iter(STEPS.values()))
     old = placement_of(row | {"machine": "8xa100"}).intervals["score"]
     new = placement_of(row).intervals["score"]
-    assert old.low / new.low == pytest.approx(794 / 271, rel=0.01)
+    assert 0.8 * 794 / 271 < old.low / new.low < 794 / 271  # its memory is less behind
+
+
+def test_passes_of_a_small_model_are_bound_by_the_memory() -> None:
+    """What norms, sums and logits read and write is most of it: twice the FLOP/s save little."""
+    row = next(iter(STEPS.values()))
+    plan = placement_of(row)
+    shares = []
+    for path in ("Qwen/Qwen2.5-0.5B", "Qwen/Qwen3-8B"):
+        now, fast = (
+            type(plan)(plan.spec, PUBLISHED[path], replace(plan.machine, flops=flops)).intervals["score"]
+            for flops in (plan.machine.flops, 2 * plan.machine.flops)
+        )
+        shares.append(fast.low / now.low)
+    small, large = shares
+    assert small > 0.75
+    assert large < 0.7
 
 
 # --- cards ----------------------------------------------------------------------------------------

@@ -5,6 +5,7 @@ Each function takes about 0.1 s per million values; costlier statistics use only
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -20,6 +21,10 @@ from rlctl.diagnose.thresholds import Levels
 
 #: Median absolute deviation of the standard normal distribution: its third quartile.
 _NORMAL_MAD = 0.6744897501960817
+#: Up to this length the probability of a rank correlation is that of all permutations, else of a normal one.
+_EXACT_RANKS = 33
+#: scipy's name of what is beyond the ends of a series → NumPy's.
+_PADDING = {"reflect": "symmetric", "mirror": "reflect", "nearest": "edge"}
 _CHUNK = 1 << 12  # windows processed at once, to bound the memory for long logs
 
 
@@ -83,16 +88,59 @@ def start_of(series: Series) -> Start | None:
     count = min(th.START_STEPS, len(series) // 2)
     if count < th.START_MIN_STEPS:
         return None
-    from scipy.stats import kendalltau
-
     first = series.values[:count]
     median = float(np.median(first))
     sigma = float(deviation(first))
     early = np.median(first[: count // 2])
     late = np.median(first[count // 2 :])
     is_small = bool(abs(late - early) <= th.START_TREND_SIZE * abs(median))
-    is_stable = is_small or float(kendalltau(np.arange(count), first).pvalue) >= th.START_TREND_P
+    is_stable = is_small or kendall(first).p_value >= th.START_TREND_P
     return Start(median, max(sigma, th.SIGMA_FLOOR * abs(median)), is_stable)
+
+
+class RankCorrelation(NamedTuple):
+    """Kendall's τ-b, and the probability of one as far from 0 in a series without trend."""
+
+    tau: float
+    p_value: float
+
+
+def kendall(values: NDArray[np.float64]) -> RankCorrelation:
+    """Rank correlation of (M,) values with their places; (0, 1) if all are equal.
+
+    Equal to `scipy.stats.kendalltau`, whose import takes 40 MiB of a training process.
+    """
+    count = len(values)
+    pairs = count * (count - 1) // 2
+    later = np.triu_indices(count, 1)
+    before, after = values[later[0]], values[later[1]]
+    rising, falling = int((after > before).sum()), int((after < before).sum())
+    tied = pairs - rising - falling
+    if tied == pairs:
+        return RankCorrelation(0.0, 1.0)
+    tau = (rising - falling) / math.sqrt(pairs) / math.sqrt(pairs - tied)
+    fewer = min(rising, falling)
+    if not tied and (count <= _EXACT_RANKS or fewer <= 1):
+        return RankCorrelation(tau, min(1.0, 2.0 * _share_of_permutations(count, fewer)))
+    ties = np.unique(values, return_counts=True)[1]
+    variance = (2 * pairs * (2 * count + 5) - (ties * (ties - 1) * (2 * ties + 5)).sum()) / 18
+    return RankCorrelation(tau, math.erfc(abs(rising - falling) / math.sqrt(2.0 * variance)))
+
+
+def _share_of_permutations(count: int, most: int) -> float:
+    """Share of the permutations of `count` values with at most so many pairs in the wrong order."""
+    shares = np.array([1.0])  # of each number of pairs in the wrong order
+    for size in range(2, count + 1):
+        shares = np.convolve(shares, np.full(size, 1.0 / size))[: most + 1]
+    return float(shares.sum())
+
+
+def theil_sen(values: NDArray[np.float64]) -> NDArray[np.float64]:
+    """(M,) → (M,): a robust line through the values, whose slope is the median of those of all pairs."""
+    places = np.arange(len(values))
+    first, second = np.triu_indices(len(values), 1)
+    slope = np.median((values[second] - values[first]) / (second - first))
+    return np.asarray(np.median(values) + slope * (places - np.median(places)))
 
 
 def rolling_median(values: NDArray[np.float64]) -> NDArray[np.float64]:
@@ -104,10 +152,16 @@ def rolling_median(values: NDArray[np.float64]) -> NDArray[np.float64]:
 
 
 def smoothed(values: NDArray[Any], size: int = th.WINDOW, mode: str = "reflect") -> NDArray[Any]:
-    """(M,) → (M,): the median of the `size` values around each; `mode` is scipy's, for the ends."""
-    from scipy.ndimage import median_filter
+    """(M,) → (M,): the median of the `size` values around each; `mode` is scipy's, for the ends.
 
-    return np.asarray(median_filter(values, size=size, mode=mode))
+    The import of scipy's filter takes 29 MiB, so that only long logs, where it is faster, use it.
+    """
+    if len(values) > _CHUNK:
+        from scipy.ndimage import median_filter
+
+        return np.asarray(median_filter(values, size=size, mode=mode))
+    padded = np.pad(values, (size // 2, (size - 1) // 2), _PADDING[mode])  # type: ignore[call-overload]
+    return np.asarray(np.partition(sliding_window_view(padded, size), size // 2)[:, size // 2])
 
 
 def deviation(values: NDArray[np.float64]) -> NDArray[np.float64]:
@@ -196,13 +250,8 @@ def trend(series: Series) -> float:
     if count < th.MIN_STEPS:
         return 0.0
     medians = np.array([np.median(part) for part in np.array_split(series.values, count)])
-    if np.ptp(medians) == 0.0:
-        return 0.0
-    from scipy.stats import kendalltau
-
-    tau = kendalltau(np.arange(count), medians)
-    is_significant = abs(tau.statistic) >= th.TREND_TAU and tau.pvalue <= th.TREND_P
-    return float(tau.statistic) if is_significant else 0.0
+    tau, p_value = kendall(medians)
+    return tau if abs(tau) >= th.TREND_TAU and p_value <= th.TREND_P else 0.0
 
 
 def rises(table: Table, key: str) -> bool:
@@ -239,8 +288,6 @@ def growth(series: Series) -> Change | None:
 
     The ends of a steady rise are those of a robust line (Theil and Sen) through the logarithms.
     """
-    from scipy.stats import kendalltau, theilslopes
-
     step = max(1, len(series) // th.TREND_POINTS)
     values = series.values[::step]
     steps = series.steps[::step]
@@ -249,13 +296,11 @@ def growth(series: Series) -> Change | None:
         jump = None
     if len(values) < th.START_MIN_STEPS or values.min() <= 0.0:
         return jump
-    places = np.arange(len(values))
     logs = np.log(values)
-    tau = kendalltau(places, logs)
-    if tau.statistic < th.TREND_TAU or tau.pvalue > th.TREND_P:
+    tau, p_value = kendall(logs)
+    if tau < th.TREND_TAU or p_value > th.TREND_P:
         return jump
-    slope, start, *_ = theilslopes(logs, places)
-    line = np.exp(start + slope * places)
+    line = np.exp(theil_sen(logs))
     steady = Change(float(line[0]), float(line[-1]), int(steps[np.argmax(line > 2.0 * line[0])]))
     is_larger = jump is None or (jump.start > 0.0 and jump.end / jump.start < steady.end / steady.start)
     return steady if is_larger else jump

@@ -3,16 +3,20 @@ import sys
 
 import numpy as np
 import pytest
-from scipy.stats import median_abs_deviation
+from scipy.ndimage import median_filter
+from scipy.stats import kendalltau, median_abs_deviation, theilslopes
 
 from rlctl.diagnose.signals import (
     crossing,
     deviation,
+    kendall,
     lasting_change,
     longest_true,
     rolling_median,
+    smoothed,
     spikes,
     start_of,
+    theil_sen,
     trend,
 )
 from rlctl.diagnose.table import Series
@@ -38,17 +42,43 @@ def test_the_deviation_is_scipys(shape):
         np.testing.assert_array_equal(deviation(some), median_abs_deviation(some, axis=-1, scale="normal"))
 
 
-def test_a_healthy_series_is_judged_without_importing_scipys_statistics():
+@pytest.mark.parametrize("count", [2, 3, 10, 33, 34, 60, 400])
+def test_rank_correlation_and_robust_line_are_scipys(count):
+    rng = np.random.default_rng(count)
+    places = np.arange(count)
+    walk = rng.normal(size=count).cumsum()
+    for some in (walk, -places * 1.0, walk.round(), rng.integers(0, 2, count) * 1.0, rng.normal(size=count)):
+        if np.ptp(some) > 0.0:
+            np.testing.assert_allclose(kendall(some), kendalltau(places, some), rtol=1e-10, atol=1e-300)
+        slope, start, *_ = theilslopes(some, places)
+        np.testing.assert_allclose(theil_sen(some), start + slope * places, rtol=1e-10, atol=1e-12)
+    assert kendall(np.ones(count)) == (0.0, 1.0)
+
+
+@pytest.mark.parametrize("mode", ["reflect", "mirror", "nearest"])
+@pytest.mark.parametrize("size", [1, 4, WINDOW, 51])
+def test_medians_of_neighbours_are_scipys(size, mode):
+    for count in (60, 5000):
+        values = np.random.default_rng(count).normal(size=count)
+        np.testing.assert_array_equal(smoothed(values, size, mode), median_filter(values, size, mode=mode))
+        flags = values > 0.5
+        np.testing.assert_array_equal(smoothed(flags, size, mode), median_filter(flags, size, mode=mode))
+
+
+def test_a_series_is_judged_without_importing_scipys_statistics():
     code = """if True:
         import sys
         import numpy as np
         from rlctl.diagnose.falls import fall_of
-        from rlctl.diagnose.signals import trend
+        from rlctl.diagnose.signals import growth, spikes, start_of, trend
         from rlctl.diagnose.table import Series
-        series = Series(np.arange(15), np.linspace(0.0, 1.0, 15))
+        series = Series(np.arange(30), np.linspace(1.0, 2.0, 30) ** 4)
         assert fall_of(series) is None
-        assert trend(Series(np.arange(1), np.ones(1))) == 0.0
-        assert "scipy.stats" not in sys.modules
+        assert trend(series) > 0.99
+        assert not start_of(series).is_stable
+        assert growth(series).end > 10.0
+        assert len(spikes(series)) == 0
+        assert not {"scipy.ndimage", "scipy.stats"} & set(sys.modules)
     """
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr

@@ -131,7 +131,8 @@ def traced(settings: list[str]) -> tuple[Counter[str], float, float]:
     # The layout needs the values of its inputs: its results are placed on `meta`, so that one that stays on
     # the host is found, and get the GPU's device here.
     on_meta = _OnMeta(body.config)
-    rows = layout.packed_rows(on_meta, layout._tokens_read(one_group()), layout.row_width(body.config))
+    tokens = layout._tokens_read(one_group())
+    rows = layout.packed_rows(on_meta, tokens, layout._packing(tokens, layout.row_width(body.config)))
     with mode, PeakMemory() as memory, _attention_counter() as attention:
         given = {name: _on_gpu(value) for name, value in rows.inputs.items()}
         states = layout.states_of(body, layout.Rows(given, _on_gpu(rows.states_at)))

@@ -308,11 +308,10 @@ def _padding(tokens: _Tokens, share_prompts: bool) -> _Placing:
     return _Placing(sequences.index, column, shape, prefix=prefix, num_runs=num_runs)
 
 
-def packed_rows(body: Any, tokens: _Tokens, width: int | None) -> Rows:
-    """Packed rows for a model without its head, for which `can_pack` holds; `width`: see `row_width`."""
+def packed_rows(body: Any, tokens: _Tokens, packing: _Placing) -> Rows:
+    """Packed rows for a model without its head, for which `can_pack` holds."""
     device = next(body.parameters()).device
     config = body.config
-    packing = _packing(tokens, width)
     rows = packing.rows(tokens, device)
     if packing.first is not None and packing.last is not None:
         first, last = (packing.placed(x).to(device) for x in (packing.first, packing.last))
@@ -336,13 +335,21 @@ def _mask(first: Tensor, last: Tensor, positions: Tensor) -> Tensor:
     return (belongs & (positions[:, None] <= positions[:, :, None]))[:, None]
 
 
-def padded_rows(body: Any, tokens: _Tokens, *, share_prompts: bool) -> Rows:
+def padded_rows(body: Any, tokens: _Tokens, padding: _Placing) -> Rows:
     """Padded rows for a model without its head."""
     device = next(body.parameters()).device
-    padding = _padding(tokens, share_prompts)
     rows = padding.rows(tokens, device)
     rows.inputs["attention_mask"] = padding.placed(torch.ones_like(padding.row)).to(device)
     return rows
+
+
+@dataclass(frozen=True, slots=True)
+class _Placed:
+    """What a pass reads, and where it is in packed and in padded rows; None: they are not supported."""
+
+    tokens: _Tokens
+    packed: _Placing | None
+    padded: _Placing | None
 
 
 class BodyReader:
@@ -370,6 +377,7 @@ class BodyReader:
         self.sequence = sequence
         self._body = body_of(model)
         self._ranks = ranks
+        self._planned: dict[ModelInputs, _Placed] = {}  # by the identity of the tensors
 
     def probe(self) -> None:
         """Finds out what the model supports. All ranks call this, because its passes may be collectives."""
@@ -381,11 +389,17 @@ class BodyReader:
 
     def plan(self, passes: Sequence[ModelInputs]) -> str:
         """Chooses the layout of these passes of all ranks, which all call this; returns it in words."""
-        costs = [self._costs(_tokens_read(inputs)) for inputs in passes]
+        self._planned = {inputs: self._placed(inputs) for inputs in passes}
+        costs = [self._costs(self._planned[inputs]) for inputs in passes]
         sums = [sum(cost[place] for cost in costs) for place in (0, 1)]
         packed, padded = self._ranks.sum(sums) if self._ranks else sums
         self.layout = choose_layout(packed, padded)
         return f"{self.layout} rows; cost in tokens: packed {packed:,.0f}, padded {padded:,.0f}"
+
+    def forget_plan(self) -> None:
+        """Later passes choose their layout for themselves."""
+        self.layout = None
+        self._planned = {}
 
     def states(self, inputs: ModelInputs, *, routing: bool = False) -> tuple[Tensor, Tensor | None]:
         """States that predict the M scored tokens, in order, followed by their routing on request.
@@ -399,16 +413,16 @@ class BodyReader:
             UsageError: the model has no routers whose choice can be replaced.
         """
         body = RoutedBody(self._body) if routing else self._body
-        tokens = _tokens_read(inputs)
-        layout = self.layout or choose_layout(*self._costs(tokens))
-        if layout == "packed" and self._can_pack(tokens):
-            rows = packed_rows(body, tokens, self._row_width)
+        placed = self._planned.get(inputs) or self._placed(inputs)
+        layout = self.layout or choose_layout(*self._costs(placed))
+        if layout == "packed" and placed.packed is not None:
+            rows = packed_rows(body, placed.tokens, placed.packed)
             rows = self.sequence.own_tokens(rows) if self.sequence else rows
-        elif self.sequence:
+        elif placed.padded is None:
             message = "a sequence longer than the window of a layer cannot be split among ranks"
             raise RunFailure(message, where="engine.sequence_parallel", fix="set it to 1")
         else:
-            rows = padded_rows(body, tokens, share_prompts=self.shares_prompts)
+            rows = padded_rows(body, placed.tokens, placed.padded)
         if rows.experts is None:
             return states_of(body, rows), rows.scored_at
         with Routing(self._mixture, self._mixture.of_routers(rows.experts.flatten(0, 1))) as chosen:
@@ -424,22 +438,28 @@ class BodyReader:
     def _row_width(self) -> int | None:
         return row_width(self._body.config)
 
-    def _can_pack(self, tokens: _Tokens) -> bool:
-        return bool(self.packs) and tokens.longest <= shortest_window(self._body.config)
+    def _placed(self, inputs: ModelInputs) -> _Placed:
+        tokens = _tokens_read(inputs)
+        can_pack = self.packs and tokens.longest <= shortest_window(self._body.config)
+        return _Placed(
+            tokens,
+            packed=_packing(tokens, self._row_width) if can_pack else None,
+            padded=None if self.sequence else _padding(tokens, self.shares_prompts),
+        )
 
-    def _costs(self, tokens: _Tokens) -> tuple[float, float]:
+    def _costs(self, placed: _Placed) -> tuple[float, float]:
         """Costs of packed and padded rows in tokens of linear layers alone; infinite: not supported.
 
         By the ratio of attention to linear layers that `packed_width` is based on.
         """
         config = self._body.config
 
-        def cost(placing: _Placing) -> float:
+        def cost(placing: _Placing | None) -> float:
+            if placing is None:
+                return math.inf
             return float(placing.computed * (1 + placing.attended / (5 * config.hidden_size)))
 
-        packed = cost(_packing(tokens, self._row_width)) if self._can_pack(tokens) else math.inf
-        padded = math.inf if self.sequence else cost(_padding(tokens, self.shares_prompts))
-        return packed, padded
+        return cost(placed.packed), cost(placed.padded)
 
 
 def choose_layout(packed: float, padded: float) -> Layout:
@@ -483,7 +503,7 @@ def can_pack(body: Any) -> bool:
             separate = body(input_ids=ids, use_cache=True)
             if not has_keys_only(getattr(separate, "past_key_values", None)):
                 return False
-            rows = packed_rows(body, tokens, row_width(body.config))
+            rows = packed_rows(body, tokens, _packing(tokens, row_width(body.config)))
             packed = states_of(body, rows)
             with rounding_embeddings(body):
                 rounded = body(input_ids=ids, use_cache=False).last_hidden_state

@@ -118,7 +118,7 @@ class Engine:
 
     def _end_of_mini_batch(self) -> None:
         """Forgets the layout: a resumed run has none either, and one layout rounds otherwise than another."""
-        self._module.reader.layout = None
+        self._module.reader.forget_plan()
 
     def weights(self, *, merged: bool = True) -> Iterator[tuple[str, Tensor]]:
         """See `TrainEngine.weights` (may be a collective: all ranks iterate)."""

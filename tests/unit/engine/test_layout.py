@@ -358,6 +358,25 @@ def test_ranks_choose_one_layout(other, chosen: str, packs: bool) -> None:
     assert words.startswith(f"{reader.layout} rows; cost in tokens: packed ")
 
 
+def test_what_a_pass_reads_is_found_out_once_for_the_plan_and_the_pass(monkeypatch) -> None:
+    """Also if the inputs are made anew from the same tensors; a pass that was not planned reads its own."""
+    read = []
+    monkeypatch.setattr(layout, "_tokens_read", lambda x, f=layout._tokens_read: read.append(x) or f(x))
+    module = PolicyModule(a_model("llama"), 1.0)
+    module.reader.probe()
+    first, second = inputs_of(8, 8), inputs_of(5, 9, 7)
+    alone = [module(inputs)[0] for inputs in (first, second)]
+    read.clear()
+    module.reader.plan([first])
+    assert torch.equal(module(replace(first))[0], alone[0])
+    assert len(read) == 1
+    assert torch.equal(module(second)[0], alone[1])
+    assert len(read) == 2
+    module.reader.forget_plan()
+    assert torch.equal(module(first)[0], alone[0])
+    assert len(read) == 3
+
+
 def test_short_rows_of_equal_length_are_padded_and_long_tails_packed() -> None:
     """On a CPU; `benchmarks/packing.py` measures both."""
     draw = torch.Generator().manual_seed(0)
@@ -368,7 +387,7 @@ def test_short_rows_of_equal_length_are_padded_and_long_tails_packed() -> None:
         reader = PolicyModule(a_model("llama"), 1.0).reader
         inputs = ModelInputs(ids, scored, torch.tensor(lengths))
         reader.plan([inputs])
-        packed, padded = reader._costs(layout._tokens_read(inputs))
+        packed, padded = reader._costs(reader._placed(inputs))
         assert reader.layout == choose_layout(packed, padded)
         return packed, padded
 

@@ -123,6 +123,21 @@ class Task:
     environment: str = ""  # one of those that the spec names; empty: `environment.name`
     weight: float = 1.0  # factor of the advantages: 1 / P(prompt drawn)
 
+    def in_group(self, group_id: int) -> Task:
+        """The same row as the prompt of this group, in half the time of `dataclasses.replace`."""
+        return Task(
+            self.prompt_ids,
+            self.text,
+            group_id,
+            self.row,
+            self.data_source,
+            self.ground_truth,
+            self.extra_info,
+            self.messages,
+            self.environment,
+            self.weight,
+        )
+
 
 @dataclass(frozen=True, slots=True)
 class Turn:

@@ -12,6 +12,8 @@ from functools import cached_property
 from itertools import chain
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
+
 from rlctl.algos.segments import Segments
 from rlctl.batch import Episode, Task, TokenBatch, TokenLists, TokenSequence, Turn
 from rlctl.lazy import torch
@@ -85,6 +87,11 @@ class Turns(Sequence[Turn]):
         return self.lengths.cumsum(0).tolist()
 
 
+def joined_ids(rows: Sequence[Sequence[int]]) -> Tensor:
+    """(N,) int64: the tokens of all rows, one row after the other; a fifth of the time of `torch.tensor`."""
+    return torch.from_numpy(np.fromiter(chain.from_iterable(rows), np.int64))
+
+
 def joined_turns(calls: Sequence[Turns]) -> Turns:
     """The turns of several calls with the same sampling, one call after the other."""
     if len(calls) == 1:
@@ -142,12 +149,13 @@ class Episodes(Sequence[Episode]):
         """Episodes of one turn each, which reads the prompt of its task."""
         tasks = [task for task, _ in members]
         count = len(members)
-        read = torch.tensor([len(task.prompt_ids) for task in tasks], dtype=torch.int64)
+        prompts = [task.prompt_ids for task in tasks]
+        read = torch.tensor([*map(len, prompts)], dtype=torch.int64)
         sequences = Segments(read + turns.lengths)
         sampled = sequences.places >= sequences.spread(read)
         token_ids = torch.empty(len(sampled), dtype=torch.int64)
         token_ids[sampled] = turns.token_ids
-        token_ids[~sampled] = torch.tensor([*chain.from_iterable(task.prompt_ids for task in tasks)])
+        token_ids[~sampled] = joined_ids(prompts)
         tokens = TokenBatch(
             token_ids=token_ids,
             sampled=sampled,
@@ -229,7 +237,7 @@ class Episodes(Sequence[Episode]):
         """The episodes with other numbers of their groups: present → new."""
         if all(before == after for before, after in group_ids.items()):
             return self
-        renamed = {id(task): replace(task, group_id=group_ids[task.group_id]) for task in self.tasks}
+        renamed = {id(task): task.in_group(group_ids[task.group_id]) for task in self.tasks}
         tasks = [renamed[id(task)] for task in self.tasks]
         numbers = torch.tensor([task.group_id for task in tasks], dtype=torch.int64)
         return replace(self, tasks=tasks, tokens=replace(self.tokens, group_ids=numbers))
@@ -264,7 +272,7 @@ class Episodes(Sequence[Episode]):
         """(E,) int64: tokens that its first turn read; those of the rendered row if nothing was sampled."""
         tokens = self.tokens
         first = self.tokens.sequences_of_episodes
-        read = torch.tensor([len(task.prompt_ids) for task in self.tasks], dtype=torch.int64)
+        read = torch.tensor([*map(len, [task.prompt_ids for task in self.tasks])], dtype=torch.int64)
         places = torch.where(tokens.sampled, tokens.sequences.places, tokens.sequences.total)
         begun = -tokens.sequences.max(-places).long()
         speaks = (first.lengths > 0).nonzero().squeeze(1)

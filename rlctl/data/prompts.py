@@ -253,14 +253,14 @@ class PromptDataset:
         """
         if self.mixture:
             return self.mixture.row_at(position, seed=seed, shuffle=shuffle)
-        epoch, place = divmod(position, len(self))
-        return int(permutation(len(self), (seed, epoch))[place]) if shuffle else place
+        size = len(self.rows)
+        epoch, place = divmod(position, size)
+        return int(permutation(size, (seed, epoch))[place]) if shuffle else place
 
     def tasks(self, indices: Sequence[int], group_ids: Sequence[int]) -> list[Task]:
         """The prompts at `indices`; `group_ids` are their positions in the batch over all ranks."""
         return [
-            replace(self._tasks[index], group_id=group_id)
-            for index, group_id in zip(indices, group_ids, strict=True)
+            self._tasks[index].in_group(group_id) for index, group_id in zip(indices, group_ids, strict=True)
         ]
 
     def all_tasks(self) -> list[Task]:

@@ -189,9 +189,10 @@ class EpisodeSource:
 
         rows_of = {task.environment: task for task, _ in members}
         names = {chosen: self._name_of(task) for chosen, task in rows_of.items()}
-        places: dict[str, list[int]] = {}
-        for place, (task, _) in enumerate(members):
-            places.setdefault(names[task.environment], []).append(place)
+        wanted = [names[task.environment] for task, _ in members]
+        places = {
+            name: [row for row, own in enumerate(wanted) if own == name] for name in dict.fromkeys(wanted)
+        }
         parts: list[Episodes] = []
         for name, rows in places.items():
             some = [members[row] for row in rows]
@@ -251,6 +252,8 @@ class EpisodeSource:
             for place, number in enumerate(missing):
                 starts[number] = len(sampled) + place * n
             sampled = Episodes.joined([sampled, episodes])
+            if not any(sampled.errors):
+                return sampled
             left = [sampled.errors[start : start + n].count("") for start in starts]
             few = [number for number in range(len(tasks)) if left[number] < needed]
             reasons = [sampled.stop_reasons[start : start + n] for start in starts]

@@ -14,7 +14,7 @@ from rlctl.algos.segments import Segments
 from rlctl.batch import Task
 from rlctl.episodes import Episodes, Turns
 from rlctl.errors import RunFailure
-from rlctl.rollout.protocol import Request, ResponseSampler, Sampling
+from rlctl.rollout.protocol import Requests, ResponseSampler, Sampling
 from rlctl.rollout.seeds import turn_seeds
 
 #: Kinds of special tokens that texts of responses do not show.
@@ -52,7 +52,7 @@ def sample_members(
         return Episodes.of([])
     numbers = [(task.group_id, member) for task, member in members]
     seeds = turn_seeds(step_seed, numbers)
-    requests = [Request(task.prompt_ids, seed) for (task, _), seed in zip(members, seeds, strict=True)]
+    requests = Requests([task.prompt_ids for task, _ in members], seeds, [None] * len(members))
     turns = Turns.of(engine.sample(requests, sampling))
     _check_kept(turns)
     return Episodes.of_turns(members, turns, decode(tokenizer, _without_ends(turns)))
@@ -64,20 +64,23 @@ def decode(tokenizer: Any, token_ids: Sequence[Sequence[int]]) -> list[str]:
     Special tokens may mark an answer or thoughts: only start, end, padding and unknown tokens are left out.
     """
     left_out = {getattr(tokenizer, f"{name}_token_id", None) for name in LEFT_OUT}
-    shown = [tuple([token for token in ids if token not in left_out]) for ids in token_ids]
-    different = list(dict.fromkeys(shown))  # short responses repeat
-    texts = dict(zip(different, _decoded(tokenizer, different), strict=True))
-    return [texts[ids] for ids in shown]
+    responses = [*map(tuple, token_ids)]
+    different = [*dict.fromkeys(responses)]  # short ones repeat
+    shown = [[token for token in ids if token not in left_out] for ids in different]
+    texts = dict(zip(different, _decoded(tokenizer, shown), strict=True))
+    return [texts[ids] for ids in responses]
 
 
-def _decoded(tokenizer: Any, token_ids: Sequence[Sequence[int]]) -> list[str]:
+def _decoded(tokenizer: Any, token_ids: list[list[int]]) -> list[str]:
     """The texts of lists of tokens, special ones included, without changes to spaces."""
+    texts: list[str]
     if getattr(type(tokenizer), "_decode", None) is PreTrainedTokenizerFast._decode:
-        backend = tokenizer.backend_tokenizer  # transformers looks at every token again
-        return [backend.decode(ids, skip_special_tokens=False) for ids in token_ids]
-    texts: list[str] = tokenizer.batch_decode(
-        [list(ids) for ids in token_ids], skip_special_tokens=False, clean_up_tokenization_spaces=False
-    )
+        # transformers looks at every token again
+        texts = tokenizer.backend_tokenizer.decode_batch(token_ids, skip_special_tokens=False)
+    else:
+        texts = tokenizer.batch_decode(
+            token_ids, skip_special_tokens=False, clean_up_tokenization_spaces=False
+        )
     return texts
 
 

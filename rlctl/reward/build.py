@@ -102,29 +102,21 @@ class LocalScorer(Scorer):
 
     def grade_and_read(self, samples: Sequence[Sample], *, read_answers: bool = True) -> list[GradeAndAnswer]:
         """Returns grades and answers."""
-        known: dict[tuple[str, str, str], GradeAndAnswer] = {}  # responses repeat
-        graded: list[GradeAndAnswer] = []
-        for sample in samples:
-            key = sample.prompt, sample.response, sample.ground_truth
-            if key not in known:
-                known[key] = self._graded(*key, self._answer_of if read_answers else None)
-            graded.append(known[key])
-        return graded
-
-    def _graded(
-        self, prompt: str, response: str, ground_truth: str, answer_of: Callable[[str], str | None] | None
-    ) -> GradeAndAnswer:
-        text = without_thoughts(response, prompt)
-        return self._grade(text, ground_truth), answer_of(text) if answer_of else None
-
-    def _grade(self, response: str, ground_truth: str) -> Grade:
-        try:
-            return float(self._function(response, ground_truth))
-        except Exception as error:
-            missing = missing_package(error)
-            if missing:
-                raise missing from error
-            return Failure(traceback.format_exc())
+        answer_of = self._answer_of if read_answers else None
+        texts = [(sample.prompt, sample.response, sample.ground_truth) for sample in samples]
+        known: dict[tuple[str, str, str], GradeAndAnswer] = {}
+        for prompt, response, ground_truth in dict.fromkeys(texts):  # responses repeat
+            text = without_thoughts(response, prompt)
+            grade: Grade
+            try:
+                grade = float(self._function(text, ground_truth))
+            except Exception as error:
+                missing = missing_package(error)
+                if missing:
+                    raise missing from error
+                grade = Failure(traceback.format_exc())
+            known[prompt, response, ground_truth] = grade, answer_of(text) if answer_of else None
+        return [known[key] for key in texts]
 
 
 @GRADERS.register(
@@ -149,16 +141,17 @@ class SourceScorer(Scorer):
 
     def grade_and_read(self, samples: Sequence[Sample], *, read_answers: bool = True) -> list[GradeAndAnswer]:
         """Returns grades and answers, in the order of the samples."""
-        places: dict[str, list[int]] = {}
         sources = {sample.data_source for sample in samples}
         named = {source: named_grader(self._by_source, source) for source in sources}
         graders = {source: grader or grader_for(source) for source, grader in named.items()}
-        for place, sample in enumerate(samples):
-            if named[sample.data_source] or sample.ground_truth:
-                places.setdefault(graders[sample.data_source], []).append(place)
+        chosen = [
+            graders[sample.data_source] if named[sample.data_source] or sample.ground_truth else ""
+            for sample in samples
+        ]
         graded = [_NO_ANSWER] * len(samples)
         remarks = [""] * len(samples)
-        for grader, rows in places.items():
+        for grader in dict.fromkeys(filter(None, chosen)):
+            rows = [row for row, own in enumerate(chosen) if own == grader]
             if grader not in self._scorers:
                 self._scorers[grader] = self._start(grader)
             some = [samples[row] for row in rows]
@@ -260,19 +253,21 @@ class _TermScores:
     @classmethod
     def of(cls, grades: Sequence[Grade]) -> _TermScores:
         """The columns of these grades."""
-        failures = {row: grade for row, grade in enumerate(grades) if isinstance(grade, Failure)}
-        scores = [0.0 if isinstance(grade, Failure) else grade for grade in grades]
+        scores = [0.0] * len(grades)
         skipped, failed = (torch.zeros(len(grades), dtype=torch.bool) for _ in range(2))
         errors: list[str] = []
         ended: dict[int, FailureKind] = {}
-        for row, failure in failures.items():
-            skipped[row] = failure.kind == "inapplicable"
-            if failure.score is not None:
-                scores[row] = failure.score
-                ended[row] = failure.kind
-            elif failure.kind != "inapplicable":
+        for row, grade in enumerate(grades):
+            if not isinstance(grade, Failure):
+                scores[row] = grade
+                continue
+            skipped[row] = grade.kind == "inapplicable"
+            if grade.score is not None:
+                scores[row] = grade.score
+                ended[row] = grade.kind
+            elif grade.kind != "inapplicable":
                 failed[row] = True
-                errors.append(failure.text)
+                errors.append(grade.text)
         return cls(
             scores=scores,
             skipped=skipped,
@@ -321,7 +316,8 @@ class Reward:
                 for place, graded_sample in zip(asked, grades, strict=True):
                     read[place] = graded_sample
                 for place, remark in zip(asked, scorer.take_remarks(), strict=False):
-                    remarks[place] |= {label: remark} if remark else {}
+                    if remark:
+                        remarks[place][label] = remark
             if reads:
                 answers = _same_answers(scorer, columns, [answer for _, answer in read])
             term = _TermScores.of([grade for grade, _ in read])
@@ -389,10 +385,17 @@ def _samples(episodes: Episodes, places: Sequence[int]) -> list[Sample]:
     ids = tokens.token_ids[tokens.sampled].tolist()
     ends = episodes.num_sampled.cumsum(0).tolist()
     starts = [0, *ends]
-    samples = []
-    for place in places:
-        task = episodes.tasks[place]
-        response_ids = ids[starts[place] : ends[place]]
-        about = (task.ground_truth, task.text, task.data_source, task.extra_info, task.messages)
-        samples.append(Sample(episodes.responses[place], *about, response_ids, episodes.messages[place]))
-    return samples
+    tasks = [episodes.tasks[place] for place in places]
+    return [
+        Sample(  # by position: half the time
+            episodes.responses[place],
+            task.ground_truth,
+            task.text,
+            task.data_source,
+            task.extra_info,
+            task.messages,
+            ids[starts[place] : ends[place]],
+            episodes.messages[place],
+        )
+        for place, task in zip(places, tasks, strict=True)
+    ]

@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from rlctl.episodes import Episodes
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)  # not frozen: made in a fifth of the time, for every response
 class Sample:
     """One response and the information available to its grader."""
 
@@ -127,8 +127,11 @@ def any_accepted(compare: Compare) -> Compare:
 
     @wraps(compare)
     def grade(response: str, ground_truth: str) -> float:
-        first, *others = [compare(response, answer) for answer in accepted_answers(ground_truth)]
-        return max(first, *others) if others else first
+        first, *others = accepted_answers(ground_truth)
+        score = compare(response, first)
+        for answer in others:
+            score = max(score, compare(response, answer))
+        return score
 
     return grade
 

@@ -11,13 +11,11 @@ import contextlib
 import copy
 from collections.abc import Sequence
 from dataclasses import replace
-from itertools import chain
 from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
-from torch.nn.utils.rnn import pad_sequence
 from transformers import (
     GenerationConfig,
     LogitsProcessor,
@@ -30,10 +28,10 @@ from transformers import (
 
 from rlctl.algos.segments import Segments
 from rlctl.batch import TokenLists
-from rlctl.episodes import Turns, joined_turns
+from rlctl.episodes import Turns, joined_ids, joined_turns
 from rlctl.prefix import body_of, can_share_prefix, equal_beginnings, shared_prefix, shortest_window
 from rlctl.rollout.expected_weights import ExpectedWeights
-from rlctl.rollout.protocol import Policy, Request, Sampling, end_ids, synced
+from rlctl.rollout.protocol import Policy, Request, Requests, Sampling, end_ids, synced
 from rlctl.routing import REPLAY, Mixture, Routing
 
 RolloutDtype = Literal["fp32", "bf16", "int8"]
@@ -92,6 +90,7 @@ class HFRollout:
         """
         policy_version = synced(self._policy_version)
         size = self._max_num_seqs or max(len(requests), 1)
+        requests = Requests.of(requests)
         chunks = (requests[start : start + size] for start in range(0, len(requests), size))
         return joined_turns([self._sample(chunk, sampling, policy_version) for chunk in chunks])
 
@@ -110,21 +109,21 @@ class HFRollout:
         del self._model, self._weights
 
     @torch.no_grad()
-    def _sample(self, requests: Sequence[Request], sampling: Sampling, policy_version: int) -> Turns:
+    def _sample(self, requests: Requests, sampling: Sampling, policy_version: int) -> Turns:
         """Samples the turns of one chunk."""
-        longest = max(request.limit(sampling) for request in requests)
+        sampler = RecordingSampler(requests, sampling, self._eos_ids, self._device)
+        longest = sampler.tokens.shape[1]
         divides = self._shares_prompts and not sampling.with_experts  # a cache can be that of other rows
         prompt_ids, prompt_mask, shared = _in_columns(
-            [request.token_ids for request in requests],
+            requests.token_ids,
             self._pad_id,
             shares=divides,
             window=shortest_window(self._model.config.get_text_config()) - longest,
         )
         prompt_ids = prompt_ids.to(self._device)
         prompt_mask = prompt_mask.to(self._device)
-        sampler = RecordingSampler(requests, sampling, self._eos_ids, self._device)
         config = GenerationConfig(
-            max_length=prompt_ids.shape[1] + sampler.tokens.shape[1],
+            max_length=prompt_ids.shape[1] + longest,
             return_dict_in_generate=True,
             do_sample=False,  # the sampler has already chosen the token
             eos_token_id=self._eos_ids,
@@ -209,9 +208,9 @@ def _in_columns(
     Returns:
         Token ids (B, P) int64; the mask (B, P) bool of those that are not padding; columns of the first part.
     """
-    lengths = torch.tensor([len(row) for row in rows])
+    lengths = torch.tensor([*map(len, rows)])
     flat = Segments(lengths)
-    ids = torch.tensor([*chain.from_iterable(rows)])
+    ids = joined_ids(rows)
     cost = len(rows) * int(lengths.max())
     width = 0
     cuts = torch.zeros_like(lengths)
@@ -255,17 +254,14 @@ class RecordingSampler(LogitsProcessor):  # type: ignore[misc]  # transformers i
 
     def __init__(
         self,
-        requests: Sequence[Request],
+        requests: Requests,
         sampling: Sampling,
         end_ids: Sequence[int],
         device: torch.device | str = "cpu",
     ) -> None:
         """Draws all random numbers."""
-        limits = [request.limit(sampling) for request in requests]
-        seeds = [request.seed for request in requests]
-        generator = torch.Generator()
-        drawn = [uniforms(seed, limit, generator) for seed, limit in zip(seeds, limits, strict=True)]
-        self._uniforms = pad_sequence(drawn, batch_first=True).to(device)
+        limits = requests.limits(sampling)
+        self._uniforms = uniforms(requests.seeds, max(limits)).to(device)
         self._limits = torch.tensor(limits, device=device)
         self._end_ids = torch.tensor(list(end_ids), device=device)
         self._sampling = sampling
@@ -376,10 +372,13 @@ def draw(log_probs: Tensor, uniforms: Tensor) -> Tensor:
     return torch.searchsorted(cdf, target, right=True).clamp_(max=log_probs.shape[-1] - 1)
 
 
-def uniforms(seed: int, count: int, generator: torch.Generator | None = None) -> Tensor:
-    """(count,) float64 in [0, 1): the random numbers of one request; a `generator` is seeded anew."""
-    seeded = (generator or torch.Generator()).manual_seed(seed)
-    return torch.rand(count, dtype=torch.float64, generator=seeded)
+def uniforms(seeds: Sequence[int], count: int) -> Tensor:
+    """(B, count) float64 in [0, 1): the random numbers of each request, the same whatever their count."""
+    numbers = torch.empty(len(seeds), count, dtype=torch.float64)
+    generator = torch.Generator()
+    for row, seed in zip(numbers, seeds, strict=True):
+        row.uniform_(generator=generator.manual_seed(seed))
+    return numbers
 
 
 def processors(sampling: Sampling, sampler: RecordingSampler) -> LogitsProcessorList:

@@ -97,6 +97,41 @@ class Request:
         return sampling.max_response_length if self.max_tokens is None else self.max_tokens
 
 
+@dataclass(frozen=True, slots=True)
+class Requests(Sequence[Request]):
+    """R calls of an engine as columns; a `Request` is made when an engine asks for it."""
+
+    token_ids: Sequence[Sequence[int]]
+    seeds: Sequence[int]
+    max_tokens: Sequence[int | None]
+
+    @classmethod
+    def of(cls, requests: Sequence[Request]) -> Requests:
+        """The columns of these requests."""
+        if isinstance(requests, Requests):
+            return requests
+        return cls(
+            token_ids=[request.token_ids for request in requests],
+            seeds=[request.seed for request in requests],
+            max_tokens=[request.max_tokens for request in requests],
+        )
+
+    def __len__(self) -> int:
+        return len(self.seeds)
+
+    def __getitem__(self, index: Any) -> Any:
+        """The request at this place, or those of a slice."""
+        make: Any = Requests if isinstance(index, slice) else Request
+        return make(self.token_ids[index], self.seeds[index], self.max_tokens[index])
+
+    def __iter__(self) -> Iterator[Request]:
+        return map(Request, self.token_ids, self.seeds, self.max_tokens)
+
+    def limits(self, sampling: Sampling) -> list[int]:
+        """(R,) see `Request.limit`."""
+        return [sampling.max_response_length if limit is None else limit for limit in self.max_tokens]
+
+
 class ResponseSampler(Protocol):
     """Samples from a model."""
 

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import hashlib
-import struct
 from collections.abc import Sequence
+
+import numpy as np
 
 
 def step_seed(seed: int, step: int, purpose: str = "train") -> int:
@@ -19,10 +20,10 @@ def turn_seed(step_seed: int, group: int, member: int, turn: int = 0) -> int:
 
 def turn_seeds(step_seed: int, numbers: Sequence[tuple[int, int]]) -> list[int]:
     """The seeds of the first turns of many episodes, by group and member; see `turn_seed`."""
-    digests = b"".join(
-        [hashlib.sha256(b"%d/%d/%d/0" % (step_seed, group, member)).digest()[:8] for group, member in numbers]
-    )
-    return [number >> 1 for number in struct.unpack(f">{len(numbers)}Q", digests)]
+    texts = [b"%d/%d/%d/0" % (step_seed, group, member) for group, member in numbers]
+    digests = b"".join([digest.digest() for digest in map(hashlib.sha256, texts)])
+    seeds: list[int] = (np.frombuffer(digests, ">u8")[::4] >> 1).tolist()
+    return seeds
 
 
 def derived_seed(*parts: int | str) -> int:

@@ -10,7 +10,7 @@ from rlctl.batch import FINISH_REASONS, TokenLists, Turn
 from rlctl.episodes import Turns
 from rlctl.errors import RunFailure
 from rlctl.lazy import torch
-from rlctl.rollout.protocol import Request, Sampling
+from rlctl.rollout.protocol import Request, Requests, Sampling
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -125,7 +125,7 @@ def _wrong_values(turns: Turns, requests: Sequence[Request], sampling: Sampling)
     """
     if not requests:
         return ""
-    limits = torch.tensor([request.limit(sampling) for request in requests])
+    limits = torch.tensor(Requests.of(requests).limits(sampling))
     too_long = (turns.lengths > limits).nonzero().flatten().tolist()
     if too_long:
         number = too_long[0]

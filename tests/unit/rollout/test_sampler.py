@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from rlctl.rollout.hf import RecordingSampler, draw, uniforms
-from rlctl.rollout.protocol import Request, Sampling
+from rlctl.rollout.protocol import Requests, Sampling
 from rlctl.rollout.seeds import step_seed, turn_seed
 
 ALMOST_ONE = math.nextafter(1.0, 0.0)
@@ -40,7 +40,7 @@ def test_draw_on_a_large_vocabulary_keeps_to_the_support() -> None:
 def test_draw_frequencies_are_the_distribution() -> None:
     probs = torch.tensor([0.4, 0.0, 0.3, 0.15, 0.1, 0.04, 0.009, 0.001])
     num_draws = 200_000
-    tokens = draw(probs.log().expand(num_draws, -1), uniforms(7, num_draws)[:, None])
+    tokens = draw(probs.log().expand(num_draws, -1), uniforms([7], num_draws).T)
     counts = torch.bincount(tokens.squeeze(1), minlength=len(probs)).double()
     assert counts[1] == 0
     expected = (probs.double() * num_draws)[probs > 0]
@@ -54,12 +54,18 @@ def test_draw_survives_bad_numbers() -> None:
     assert ((tokens >= 0) & (tokens < 5)).all()
 
 
+def test_uniforms_of_a_request_depend_on_its_seed_alone() -> None:
+    """Not on the other requests, nor on how many there are: they are torch's own for the seed."""
+    seeds = [3, 2**62 + 5, 3, 0]
+    for row, seed in zip(uniforms(seeds, 5), seeds, strict=True):
+        generator = torch.Generator().manual_seed(seed)
+        assert torch.equal(row, torch.rand(5, dtype=torch.float64, generator=generator))
+    assert torch.equal(uniforms(seeds[1:], 2), uniforms(seeds, 5)[1:, :2])
+
+
 def test_uniforms_belong_to_requests_and_are_independent() -> None:
     """First numbers of turns of a batch: uniform together, though each has a generator of its own."""
-    assert torch.equal(uniforms(3, 5), uniforms(3, 5))
-    first = torch.stack(
-        [uniforms(turn_seed(1, group, member), 2) for group in range(500) for member in range(8)]
-    )
+    first = uniforms([turn_seed(1, group, member) for group in range(500) for member in range(8)], 2)
     assert 0.0 <= first.min() < first.max() < 1.0
     counts = torch.histc(first[:, 0], 20, 0.0, 1.0)
     assert ((counts - 200) ** 2 / 200).sum() < 43.9  # 0.999 quantile for 19 degrees of freedom
@@ -69,7 +75,7 @@ def test_uniforms_belong_to_requests_and_are_independent() -> None:
 def test_the_sampler_counts_what_it_chose_and_says_why_a_turn_ended() -> None:
     """Tokens chosen for a row after its end or limit are not counted, whatever they are."""
     chosen = torch.tensor([[5, 9, 6], [5, 6, 7], [8, 9, 9], [4, 4, 9], [4, 9, 4]])
-    requests = [Request([1], row, limit) for row, limit in enumerate([None, None, None, 2, 2])]
+    requests = Requests([[1]] * 5, range(5), [None, None, None, 2, 2])
     sampler = RecordingSampler(requests, Sampling(3, greedy=True), [9, 8])
     for place in range(3):
         given = torch.nn.functional.one_hot(chosen[:, place], 10).float()

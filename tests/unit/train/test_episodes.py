@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pickle
 import random
+from dataclasses import fields, replace
 
 import pytest
 import torch
@@ -125,6 +126,11 @@ def test_single_turns_are_those_of_sequences(seed: int) -> None:
     ]
     episodes = Episodes.of_turns(members, flat, answers)
     assert same(Episodes.of(records), episodes)
+
+
+def test_a_task_in_another_group_is_the_same_row() -> None:
+    own = {each.name: object() for each in fields(Task)}
+    assert Task(**own).in_group(7) == replace(Task(**own), group_id=7)
 
 
 def test_nothing_and_engines_that_return_nothing() -> None:

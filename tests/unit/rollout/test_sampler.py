@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from rlctl.rollout.hf import RecordingSampler, draw, uniforms
-from rlctl.rollout.protocol import Requests, Sampling
+from rlctl.rollout.protocol import Request, Requests, Sampling
 from rlctl.rollout.seeds import step_seed, turn_seed
 
 ALMOST_ONE = math.nextafter(1.0, 0.0)
@@ -52,6 +52,15 @@ def test_draw_survives_bad_numbers() -> None:
     log_probs = torch.full((2, 5), torch.nan)
     tokens = draw(log_probs, torch.tensor([[0.0], [0.9]], dtype=torch.float64))
     assert ((tokens >= 0) & (tokens < 5)).all()
+
+
+def test_requests_as_columns_are_the_requests() -> None:
+    requests = [Request([1, 2], 5), Request([3], 6, 2), Request([1, 2], 7, 9)]
+    columns = Requests.of(requests)
+    assert [*columns] == requests
+    assert [columns[-1], *columns[:2]] == [requests[-1], *requests[:2]]
+    assert columns[1:].limits(Sampling(4)) == [request.limit(Sampling(4)) for request in requests[1:]]
+    assert Requests.of(columns) is columns
 
 
 def test_uniforms_of_a_request_depend_on_its_seed_alone() -> None:

@@ -73,14 +73,12 @@ def decode(tokenizer: Any, token_ids: Sequence[Sequence[int]]) -> list[str]:
 
 def _decoded(tokenizer: Any, token_ids: list[list[int]]) -> list[str]:
     """The texts of lists of tokens, special ones included, without changes to spaces."""
-    texts: list[str]
     if getattr(type(tokenizer), "_decode", None) is PreTrainedTokenizerFast._decode:
-        # transformers looks at every token again
-        texts = tokenizer.backend_tokenizer.decode_batch(token_ids, skip_special_tokens=False)
-    else:
-        texts = tokenizer.batch_decode(
-            token_ids, skip_special_tokens=False, clean_up_tokenization_spaces=False
-        )
+        backend = tokenizer.backend_tokenizer  # transformers looks at every token again
+        return [backend.decode(ids, skip_special_tokens=False) for ids in token_ids]
+    texts: list[str] = tokenizer.batch_decode(
+        token_ids, skip_special_tokens=False, clean_up_tokenization_spaces=False
+    )
     return texts
 
 

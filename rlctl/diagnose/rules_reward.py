@@ -98,6 +98,8 @@ AT_LIMIT = 0.995
 NEARLY_ALL = 0.9
 #: Share of responses that are cut off, from which equal rewards and a reward that falls are its consequence.
 MOSTLY_CUT = 0.5
+#: The same, below which responses end by themselves.
+FEW_CUT = 0.1
 #: Share of the steps on which every response is cut off.
 ALL_TRUNCATED: tuple[tuple[Severity, float], ...] = (("warning", 0.05), ("critical", 0.3))
 
@@ -728,8 +730,14 @@ def temperature(run: RunLog) -> Detection | None:
     return Detection("warning", message, (seen,), cause)
 
 
-def _higher_limit(run: RunLog) -> Iterator[Fix]:
-    """Twice the length limit, or four times where nearly every response reaches it."""
+def _against_cut_responses(run: RunLog) -> Iterator[Fix]:
+    """Twice the length limit, or four times where nearly every response reaches it; a length penalty."""
+    if _no_longer_end(run):
+        yield fix.by_hand(
+            "responses ended at this limit before: read some (`rlctl samples RUN`), and find what no longer "
+            "pays for an end, or whether the end token is left out of the loss"
+        )
+        return
     shares = run.table.series(th.TRUNCATED.key).values
     times = 4 if len(shares) and np.median(shares) > NEARLY_ALL else 2
     limit = run.facts.max_response_length
@@ -737,6 +745,15 @@ def _higher_limit(run: RunLog) -> Iterator[Fix]:
         yield fix.change(f"data.max_response_length={times * limit}")
     else:
         yield fix.larger("data.max_response_length", "raise the length limit")
+    yield from fix.length_penalty(run)
+
+
+def _no_longer_end(run: RunLog) -> bool:
+    """Whether responses that ended before the limit no longer do, and the reward does not gain from it."""
+    change = lasting_change(run.table.series(th.TRUNCATED.key))
+    if change is None or change.start > FEW_CUT or change.end < MOSTLY_CUT:
+        return False
+    return len(run.table.series(th.SCORE)) > 0 and not run.has_gained and not rises(run.table, th.SCORE)
 
 
 @Rule(
@@ -744,7 +761,7 @@ def _higher_limit(run: RunLog) -> Iterator[Fix]:
     thresholds=th.TRUNCATED,
     one_of=(th.TRUNCATED.key, th.LENGTH),
     uses=("response_length/max",),
-    fixes=(_higher_limit, fix.length_penalty),
+    fixes=(_against_cut_responses,),
 )
 def truncated(run: RunLog) -> Detection | Skipped | None:
     """Responses end before the length limit."""

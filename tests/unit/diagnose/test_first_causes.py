@@ -244,3 +244,26 @@ def test_a_rate_is_advised_only_where_the_log_shows_the_peak(rates, first, advis
     assert ("lr=" in text) is bool(advised)
     assert advised in text
     assert "learning rate" in text or advised
+
+
+# --- responses that no longer end ------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("cut", "scores", "is_raised"),
+    [
+        pytest.param(
+            [0.02, 0.02, 0.1, 0.4, 0.8, 0.95], [0.35, 0.3, 0.2, 0.1, 0.02], False, id="no longer end"
+        ),
+        pytest.param([0.8], [0.05], True, id="cut from the first step on"),
+        pytest.param(
+            [0.02, 0.02, 0.1, 0.3, 0.5, 0.6], [0.2 + 0.015 * step for step in range(40)], True, id="gains"
+        ),
+    ],
+)
+def test_a_higher_limit_is_no_remedy_for_responses_that_ended_before(cut, scores, is_raised):
+    shares = noisy([*cut, *[cut[-1]] * (40 - len(cut))], 0.01)
+    finding = found(spoiled({"response_length/clip_ratio": shares} | rewards(scores)))["truncated"]
+    changes = [setting for fix in finding.fixes for setting in fix.settings]
+    assert any("max_response_length" in setting for setting in changes) is is_raised
+    assert finding.fixes

@@ -12,10 +12,9 @@ from functools import cached_property
 from itertools import chain
 from typing import TYPE_CHECKING, Any
 
-import numpy as np
-
 from rlctl.algos.segments import Segments
 from rlctl.batch import Episode, Task, TokenBatch, TokenLists, TokenSequence, Turn
+from rlctl.lazy import numpy as np
 from rlctl.lazy import torch
 
 if TYPE_CHECKING:

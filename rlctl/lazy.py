@@ -1,4 +1,4 @@
-"""Lazy import of modules that load slowly, such as torch, and lazy compilation of regular expressions.
+"""Lazy import of modules that load slowly, torch and numpy, and lazy compilation of regular expressions.
 
 The parts in `rlctl.registry` are registered where they are defined, and the spec, `--help` and the docs read
 their names and formulas. With `from rlctl.lazy import torch` they do so without importing torch, which takes
@@ -11,7 +11,7 @@ import importlib
 import re
 from typing import TYPE_CHECKING, Any, ClassVar, cast
 
-__all__ = ["LazyModule", "compile_patterns", "lazy_pattern", "torch"]
+__all__ = ["LazyModule", "compile_patterns", "lazy_pattern", "numpy", "torch"]
 
 
 class LazyModule:
@@ -66,6 +66,8 @@ def compile_patterns() -> None:
 
 
 if TYPE_CHECKING:
+    import numpy
     import torch
 else:
+    numpy = LazyModule("numpy")
     torch = LazyModule("torch")

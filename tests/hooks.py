@@ -273,7 +273,7 @@ def failing_grader(every: int) -> None:
             calls[0] += 1
             if calls[0] % every == 0:
                 self._function = choke
-                graded[index] = self._grade("", ""), None
+                graded[index] = original(self, samples[:1], read_answers=False)[0]
         self._function = function
         return graded
 

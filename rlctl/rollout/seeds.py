@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import hashlib
+import struct
 from collections.abc import Sequence
-
-import numpy as np
 
 
 def step_seed(seed: int, step: int, purpose: str = "train") -> int:
@@ -22,8 +21,7 @@ def turn_seeds(step_seed: int, numbers: Sequence[tuple[int, int]]) -> list[int]:
     """The seeds of the first turns of many episodes, by group and member; see `turn_seed`."""
     texts = [b"%d/%d/%d/0" % (step_seed, group, member) for group, member in numbers]
     digests = b"".join([digest.digest() for digest in map(hashlib.sha256, texts)])
-    seeds: list[int] = (np.frombuffer(digests, ">u8")[::4] >> 1).tolist()
-    return seeds
+    return [number >> 1 for number in struct.unpack(f">{4 * len(numbers)}Q", digests)[::4]]
 
 
 def derived_seed(*parts: int | str) -> int:

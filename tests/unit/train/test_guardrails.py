@@ -338,7 +338,8 @@ def test_each_kind_is_said_once_with_figures() -> None:
 
 
 def test_what_diagnosis_finds_is_told_with_its_remedy() -> None:
-    rows = rows_with(40, **{"rollout_corr/kl": 0.3, "rollout_corr/k3_kl": 0.3})
+    flat = [0.4 + 0.02 * (-1) ** step for step in range(40)]
+    rows = rows_with(40, **{"rollout_corr/kl": 0.3, "rollout_corr/k3_kl": 0.3, "critic/score/mean": flat})
     _, run, notes, _ = followed(rows)
     assert any("[large-updates]; try " in note for note in notes), notes
     assert run.stopped_because == ""

@@ -258,12 +258,13 @@ class StepWork:
         sampled = self.responses * self.lengths.response
         tokens = sampled + self.responses * self.lengths.prompt * self.shares_prompts
         head = shape.vocab * shape.hidden
-        speed = self.machine.flops / max(1, self.spec.trainer.n_gpus_per_node // (self.machine.gpus or 1))
+        sharing = max(1, self.spec.trainer.n_gpus_per_node // (self.machine.gpus or 1))
+        speed = self.machine.flops / sharing
         multiplied = parameters - head - self._idle_embedding(shape)
         linear = (tokens * 2 * multiplied + sampled * 2 * head) / (speed * rates.passes)
         traffic = tokens * self._layer_bytes(shape) + sampled * _LOGIT_BYTES * shape.vocab
-        linear += traffic / (self.machine.gpu_bandwidth * rates.bandwidth)
-        linear += tokens * self._expert_traffic(shape, rates)
+        linear += sharing * traffic / (self.machine.gpu_bandwidth * rates.bandwidth)
+        linear += sharing * tokens * self._expert_traffic(shape, rates)
         each = 4 * (shape.layers - shape.linear_layers) * shape.queries
         if not masked:
             return linear + tokens * each * self.lengths.attended / (speed * rates.passes)

@@ -64,6 +64,14 @@ def test_an_estimate_is_no_copy_of_its_rows() -> None:
     assert longer.intervals["whole step"].low > 1.5 * plan.intervals["whole step"].low
 
 
+def test_ranks_that_share_a_card_share_its_products_and_its_memory() -> None:
+    plan = placement_of(next(iter(STEPS.values())))
+    shared = replace(plan.machine, gpus=plan.machine.gpus // 2)
+    halved = type(plan)(plan.spec, plan.size, shared, 803)
+    for now, then in zip(plan.intervals["score"], halved.intervals["score"], strict=True):
+        assert then == pytest.approx(2 * now, rel=0.05)
+
+
 def test_rates_have_a_source_and_their_ends_in_order() -> None:
     fast, slow = GPU_RATES
     for name, entry in RATES.items():

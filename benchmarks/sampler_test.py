@@ -5,7 +5,7 @@
     python benchmarks/sampler_test.py power [--runs 20]            # simulated faults, early and late
     python benchmarks/sampler_test.py runs [--clean 2] [--faulty 3] [--only KIND …]  # training runs
 
-`docs/explanation/sampler-test.md` shows the output. Intervals are Clopper–Pearson, 95 %.
+`docs/evidence/sampler-test.md` shows the output. Intervals are Clopper–Pearson, 95 %.
 """
 
 from __future__ import annotations

@@ -38,7 +38,8 @@ def lean_import(*names: str) -> None:
     """Imports those of these modules that can be imported, without packages that no training uses.
 
     What is imported already stays as it is. Afterwards all packages can be imported, and functions of them
-    that these modules have imported work. No other thread should import them meanwhile.
+    that these modules have imported work; they import no classes of them. No other thread should import
+    them meanwhile.
     """
     if all(name in sys.modules for name in names):
         return

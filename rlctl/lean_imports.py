@@ -43,7 +43,8 @@ def lean_import(*names: str) -> None:
     """
     if all(name in sys.modules for name in names):
         return
-    needs_triton = torch.cuda.is_available() or os.environ.get("TRITON_INTERPRET") == "1"
+    # By NVML, where it can: after `is_available` the forks of this process could not use CUDA.
+    needs_triton = torch.cuda.device_count() > 0 or os.environ.get("TRITON_INTERPRET") == "1"
     replaced: dict[str, Any] = {} if needs_triton else dict.fromkeys(_ABSENT_WITHOUT_GPU)
     replaced |= {name: _Deferred(name) for name in _DEFERRED if find_spec(name.partition(".")[0])}
     with _replaced(replaced):

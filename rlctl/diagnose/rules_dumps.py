@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from rlctl.diagnose import fixes as fix
+from rlctl.diagnose.equal_responses import NOISY_PROMPTS, NOISY_SHARE, REPEATS, is_common
 from rlctl.diagnose.finding import Evidence, Fix, Severity, Skipped, Sure
 from rlctl.diagnose.rule import Detection, Rule
 from rlctl.diagnose.table import RewardNoise, RunLog
@@ -81,17 +82,18 @@ def optimizer_state(run: RunLog) -> Detection | Skipped | None:
     )
 
 
-#: Share of the rewards' variance that certainly does not depend on the response; prompts whose equal
-#: responses differ in their rewards, and their share, from which this is more than a remark.
+#: Share of the rewards' variance that certainly does not depend on the response.
 NOISY: tuple[tuple[Severity, float], ...] = (("warning", 0.5), ("critical", 0.8))
-NOISY_PROMPTS, NOISY_SHARE = 5, 0.1
 _JUDGES, _MOST_VOTES = ("judge", "judge_group"), 64
 
 
 def _steadier(run: RunLog) -> Iterator[Fix]:
-    """More votes of a judge; for another grader the one that the data names, or advice."""
+    """More votes of a judge that is noisy; for another grader the one that the data names, or advice."""
+    noise = run.dumps.reward_noise if run.dumps else None
+    noisiest = noise.term if noise else ""
     terms = run.spec.reward.all_terms if run.spec else ()
-    if run.spec is not None and any(term.name in _JUDGES for term in terms):
+    graders = {term.name for term in terms if noisiest in ("", term.label)}
+    if run.spec is not None and graders.intersection(_JUDGES):
         votes = run.spec.reward.judge.votes
         if votes < _MOST_VOTES:
             why = "the noise falls with the number of votes"
@@ -104,7 +106,8 @@ def _steadier(run: RunLog) -> Iterator[Fix]:
 @Rule(
     "unsteady-reward",
     thresholds=f"any, and where learned³ / ≥ {NOISY[0][1]:.0%} of the variance, with 95 % confidence, in "
-    f"{NOISY_PROMPTS} prompts and {NOISY_SHARE:.0%} of them / ≥ {NOISY[1][1]:.0%}; agents: at most a warning",
+    f"{NOISY_PROMPTS} prompts and {NOISY_SHARE:.0%} of them / ≥ {NOISY[1][1]:.0%}, or rewards of "
+    f"other rows, where {REPEATS} repeats differ; agents: at most a warning",
     fixes=_steadier,
 )
 def unsteady_reward(run: RunLog) -> Detection | Skipped | None:
@@ -116,8 +119,11 @@ def unsteady_reward(run: RunLog) -> Detection | Skipped | None:
         return None
     reached = [severity for severity, least in NOISY if noise.low >= least]
     # Where nearly all is right, or a grader rarely fails, all of a small variance is noise.
-    is_common = noise.num_differing >= max(NOISY_PROMPTS, NOISY_SHARE * noise.num_prompts)
-    severity: Severity = reached[-1] if reached and is_common and not run.has_learned else "info"
+    is_limited = not is_common(noise) or run.has_learned
+    severity: Severity = "info" if is_limited or not reached else "critical" if noise.shift else reached[-1]
+    is_agent = run.spec is not None and run.spec.environment.name != "single_turn"
+    if is_agent and severity == "critical":
+        severity = "warning"
     count = f"{noise.num_repeats:,} repeated responses to {noise.num_prompts:,} prompts"
     seen = Evidence(
         _DUMP, f"{noise.share:.0%} of the variance is among equal responses (95 %: {noise.low:.0%} to "
@@ -129,8 +135,8 @@ def unsteady_reward(run: RunLog) -> Detection | Skipped | None:
         "variance does not depend on the response"
     )
     if noise.shift:
-        return _shifted(noise, seen)
-    if severity != "info" and run.spec is not None and run.spec.environment.name != "single_turn":
+        return _shifted(noise, seen, severity)
+    if severity != "info" and is_agent:
         cause = "the grader, or a state of the environment that the episode does not show, is random"
         sure: Sure = ("low", "an environment may reward at random on purpose")
         since = noise.first_step
@@ -139,17 +145,18 @@ def unsteady_reward(run: RunLog) -> Detection | Skipped | None:
     return Detection(severity, message, (seen,), since=noise.first_step, is_first=is_most)
 
 
-def _shifted(noise: RewardNoise, seen: Evidence) -> Detection:
+def _shifted(noise: RewardNoise, seen: Evidence, severity: Severity) -> Detection:
     """Rewards that belong to the responses of other rows."""
     count = "1 row" if abs(noise.shift) == 1 else f"{abs(noise.shift)} rows"
     where = f"{count} {'later' if noise.shift > 0 else 'earlier'}"
     return Detection(
-        severity="critical",
+        severity=severity,
         what=f"responses get the rewards of those {where}: moved back, equal responses have equal rewards",
         evidence=(seen,),
         cause="rewards and responses are in different orders, or the grader keeps a state between responses",
         fixes=(fix.by_hand(f"put rewards and responses in one order: the rewards are those of {where}"),),
         sure=("high", "shifted back, the rewards are a function of the response"),
         since=noise.first_step,
-        is_first=True,
+        explains=None if severity == "critical" else (),
+        is_first=severity == "critical",
     )

@@ -156,6 +156,8 @@ def smoothed(values: NDArray[Any], size: int = th.WINDOW, mode: str = "reflect")
 
     The import of scipy's filter takes 29 MiB, so that only long logs, where it is faster, use it.
     """
+    if not len(values):
+        return values
     if len(values) > _CHUNK:
         from scipy.ndimage import median_filter
 

@@ -52,23 +52,24 @@ def with_dumps(run: RunLog, *, trust: bool = False) -> RunLog:
     for add in asked:
         try:
             with contextlib.redirect_stdout(sys.stderr):  # libraries print when they are imported
-                evidence = add(evidence, directory, trust)
+                evidence = add(evidence, run, trust)
         except RlctlError as error:
             notes.append(f"the dumped rollouts do not show {_ASKED[add]}: {error.what}")
     return replace(run, dumps=evidence, notes=(*run.notes, *notes))
 
 
-def _reward_noise(evidence: DumpEvidence, directory: Path, trust: bool) -> DumpEvidence:
+def _reward_noise(evidence: DumpEvidence, run: RunLog, trust: bool) -> DumpEvidence:
     del trust  # it runs no code of the run
-    files = sorted(file for file in directory.glob("*/rollouts-*.parquet") if file.is_file())
-    return replace(evidence, reward_noise=reward_noise(files)) if files else evidence
+    files = sorted(file for file in run.path.parent.glob("*/rollouts-*.parquet") if file.is_file())
+    weights = {term.label: term.weight for term in run.spec.reward.all_terms} if run.spec else {}
+    return replace(evidence, reward_noise=reward_noise(files, weights)) if files else evidence
 
 
-def _sampler_test(evidence: DumpEvidence, directory: Path, trust: bool) -> DumpEvidence:
+def _sampler_test(evidence: DumpEvidence, run: RunLog, trust: bool) -> DumpEvidence:
     from rlctl.mismatch.sampler_report import sampler_report
 
     del trust  # it runs no code of the run
-    report = sampler_report(directory)
+    report = sampler_report(run.path.parent)
     return replace(
         evidence,
         sampler=report.conclusion,
@@ -79,7 +80,8 @@ def _sampler_test(evidence: DumpEvidence, directory: Path, trust: bool) -> DumpE
     )
 
 
-def _who_sampled(evidence: DumpEvidence, directory: Path, trust: bool) -> DumpEvidence:
+def _who_sampled(evidence: DumpEvidence, run: RunLog, trust: bool) -> DumpEvidence:
+    directory = run.path.parent
     checkpoints = [path for path in (directory / "checkpoints").glob("*") if path.is_dir()]
     if not checkpoints or _size(directory / "checkpoints") > LARGEST:
         return evidence
@@ -95,10 +97,11 @@ def _who_sampled(evidence: DumpEvidence, directory: Path, trust: bool) -> DumpEv
     )
 
 
-def _optimizer_state(evidence: DumpEvidence, directory: Path, trust: bool) -> DumpEvidence:
+def _optimizer_state(evidence: DumpEvidence, run: RunLog, trust: bool) -> DumpEvidence:
     from rlctl.report.optimizer_state import optimizer_state
 
     del trust  # it runs no code of the run
+    directory = run.path.parent
     if _size(directory / "checkpoints") > LARGEST:
         return evidence
     return replace(evidence, optimizer=optimizer_state(directory))

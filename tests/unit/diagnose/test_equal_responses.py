@@ -3,19 +3,23 @@
 import random
 from dataclasses import replace
 
+import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from rlctl.diagnose.equal_responses import reward_noise
+from rlctl.diagnose import equal_responses
+from rlctl.diagnose.equal_responses import RewardedEpisodes, noise_among, read_episodes, reward_noise
 from rlctl.diagnose.readers.detect import read_run
 from rlctl.diagnose.rule import examine, metrics_read
 from rlctl.diagnose.table import DumpEvidence, RewardNoise
+from rlctl.errors import UsageError
 from rlctl.report.run_dumps import with_dumps
 from tests.unit.diagnose.logs import CORR, healthy_rows, run_log, write_run
 from tests.unit.diagnose.test_rules_judged import advice, found, skipped
 
 RULE = "unsteady-reward"
+JUDGED = ("reward.name=judge", "reward.judge.url=http://localhost:1", "reward.judge.model=m")
 NOISE = RewardNoise(300, 40, 30, share=0.97, low=0.9, high=1.0, first_step=1)
 
 
@@ -107,6 +111,50 @@ def test_noise_is_not_taken_for_rewards_of_another_row(tmp_path):
             assert noise.shift == 0
 
 
+def drawn(draw, *, pairs, prompts=12, members=8, per_step=2, probability=0.5):
+    """Rewards of a coin, with so many pairs of equal responses, which are dealt to the prompts in turn."""
+    count = prompts * members
+    responses = np.arange(count)
+    for pair in range(pairs):
+        first = pair % prompts * members
+        places = first + draw.permutation(members)[:2]
+        responses[places[0]] = responses[places[1]]
+    of_prompt = np.arange(count) // members
+    rewards = (draw.random(count) < probability).astype(float)
+    return RewardedEpisodes(of_prompt // per_step, of_prompt, responses, rewards, {})
+
+
+@pytest.mark.parametrize("probability", [0.5, 0.2])
+@pytest.mark.parametrize("pairs", [1, 2, 3, 5, 8, 12, 60, 200])
+def test_a_coin_with_few_repeats_is_not_taken_for_rewards_of_another_row(pairs, probability):
+    draw = np.random.default_rng(pairs)
+    named = 0
+    for _ in range(100):
+        noise = noise_among(drawn(draw, pairs=pairs, prompts=12 + pairs // 4, probability=probability), {})
+        named += noise is not None and noise.shift != 0
+    assert named == 0
+
+
+@pytest.mark.parametrize("rows", [1, -2])
+def test_rewards_of_another_row_are_found_among_few_prompts(rows):
+    named = 0
+    for seed in range(20):
+        draw = np.random.default_rng(seed)
+        prompts = np.arange(192) // 8
+        responses = prompts * 4 + draw.integers(4, size=192)
+        values = draw.integers(2, size=96).astype(float)[responses]
+        moved = np.roll(values, -rows)
+        noise = noise_among(RewardedEpisodes(prompts // 6, prompts, responses, moved, {}), {})
+        named += noise.shift == rows
+    assert named >= 18
+
+
+def test_a_share_of_few_prompts_is_not_known():
+    draw = np.random.default_rng(1)
+    noise = noise_among(drawn(draw, pairs=40, prompts=4), {})
+    assert (noise.low, noise.high) == (0.0, 1.0)
+
+
 def test_a_reward_that_changes_from_step_to_step_is_no_noise(tmp_path):
     episodes = [(step, group, tokens, reward * step) for step, group, tokens, reward in sampled(is_right)]
     assert reward_noise(dump(tmp_path, episodes)).first_step is None
@@ -136,7 +184,87 @@ def test_the_term_of_a_sum_that_is_noise_is_named(tmp_path):
     for step, group, tokens, right in sampled(is_right):
         taste = coin(0, random.Random(len(episodes)))
         episodes.append((step, group, tokens, right + taste, {"exact": right, "taste": taste}))
-    assert reward_noise(dump(tmp_path, episodes)).term == "taste"
+    files = dump(tmp_path, episodes)
+    assert reward_noise(files).term == "taste"
+
+
+def test_the_noisiest_term_is_that_with_most_noise_in_the_reward(tmp_path):
+    episodes = []
+    for step, group, tokens, _ in sampled(is_right):
+        draw = random.Random(len(episodes))
+        wide, narrow = draw.gauss(0, 10), draw.gauss(0, 1)
+        episodes.append((step, group, tokens, 0.01 * wide + narrow, {"wide": wide, "narrow": narrow}))
+    files = dump(tmp_path, episodes)
+    assert reward_noise(files).term == "wide"
+    assert reward_noise(files, {"wide": 0.01, "narrow": 1.0}).term == "narrow"
+
+
+def test_diagnose_weighs_the_terms_as_the_reward_does(tmp_path):
+    episodes = [
+        (*episode[:3], 0.0, {"judge": draw.gauss(0, 10), "exact": draw.gauss(0, 1)})
+        for draw in [random.Random(1)]
+        for episode in sampled(coin)
+    ]
+    episodes = [(*one[:3], one[4]["exact"], one[4]) for one in episodes]
+    terms = "reward.terms=[{name: judge, weight: 0.01}, {name: exact}]"
+    run_dir = write_run(tmp_path / "run", healthy_rows(), terms, *JUDGED[1:])
+    dump(run_dir / "rollouts", episodes)
+    assert with_dumps(read_run(run_dir, metrics_read())).dumps.reward_noise.term == "exact"
+
+
+@pytest.mark.parametrize("column", ["step", "group_id", "episode_id", "token_ids", "reward", "terms"])
+def test_null_in_a_column_is_read_or_refused(tmp_path, column):
+    file = dump(tmp_path, sampled(coin))[0]
+    table = pq.read_table(file)
+    values = table[column].to_pylist()
+    values[3] = None
+    at = table.column_names.index(column)
+    pq.write_table(table.set_column(at, column, pa.array(values, table.schema.field(column).type)), file)
+    if column in ("reward", "terms"):
+        assert reward_noise([file]).share > 0.5
+    else:
+        with pytest.raises(UsageError, match="cannot be read as rollouts"):
+            reward_noise([file])
+
+
+def test_unknown_scores_of_terms_are_left_out(tmp_path):
+    episodes = [
+        (*one, {"a": None if index % 3 else one[3], "b": None, "c": 0.0})
+        for index, one in enumerate(sampled(coin))
+    ]
+    assert reward_noise(dump(tmp_path, episodes)).term == "a"
+
+
+def test_tokens_that_are_no_lists_are_refused(tmp_path):
+    file = dump(tmp_path, sampled(coin))[0]
+    table = pq.read_table(file).drop_columns("token_ids")
+    pq.write_table(table.append_column("token_ids", pa.array(["text"] * len(table))), file)
+    with pytest.raises(UsageError, match="cannot be read as rollouts"):
+        reward_noise([file])
+
+
+def test_whole_steps_are_read_until_rows_or_tokens_are_enough(tmp_path, monkeypatch):
+    long = [(step, 0, [[step] * 50], 1.0) for step in (1, 1, 2, 2, 3, 3)]
+    files = [dump(tmp_path / name, long)[0] for name in "abcd"]
+    monkeypatch.setattr(equal_responses, "MOST_TOKENS", 150)
+    assert read_episodes(files[:1]).steps.tolist() == [1, 1, 2, 2]
+    assert len(read_episodes(files).steps) <= 6
+    monkeypatch.setattr(equal_responses, "MOST_TOKENS", 10**9)
+    assert len(read_episodes(files).steps) == 24
+    monkeypatch.setattr(equal_responses, "MOST_ROWS", 2)
+    assert read_episodes(files[:1]).steps.tolist() == [1, 1]
+
+
+def test_a_file_without_rows_is_no_obstacle(tmp_path):
+    assert reward_noise(dump(tmp_path, [])) is None
+
+
+def test_an_episode_across_batches_is_one(tmp_path, monkeypatch):
+    monkeypatch.setattr(equal_responses, "_BATCH", 3)
+    files = dump(
+        tmp_path, [(1, 0, [[1, 2], [3]], 0.0), (1, 0, [[1, 2], [3]], 1.0), (1, 0, [[1], [2, 3]], 1.0)]
+    )
+    assert read_episodes(files).responses.tolist() == [0, 0, 1]
 
 
 def with_noise(noise, *overrides, **columns):
@@ -168,8 +296,14 @@ def test_the_level_is_that_of_the_share_which_is_certain(changes, severity):
 
 
 def test_a_judge_is_asked_for_more_votes():
-    judged = ("reward.name=judge", "reward.judge.url=http://localhost:1", "reward.judge.model=m")
-    assert found(with_noise(NOISE, *judged))[RULE].fixes[0].settings == {"reward.judge.votes": "4"}
+    assert found(with_noise(NOISE, *JUDGED))[RULE].fixes[0].settings == {"reward.judge.votes": "4"}
+
+
+@pytest.mark.parametrize(("term", "is_judge"), [("judge", True), ("dice", False), ("", True)])
+def test_a_judge_is_not_asked_for_more_votes_where_another_term_is_noisy(term, is_judge):
+    terms = "reward.terms=[{name: 'dice.py:dice'}, {name: judge}]"
+    finding = found(with_noise(replace(NOISE, term=term), terms, *JUDGED[1:]))[RULE]
+    assert any(fix.settings for fix in finding.fixes) is is_judge
 
 
 def test_an_environment_may_reward_at_random_on_purpose():
@@ -181,6 +315,13 @@ def test_rewards_of_other_rows_are_said_with_their_distance():
     finding = found(with_noise(replace(NOISE, shift=-2)))[RULE]
     assert "2 rows earlier" in finding.what
     assert "2 rows earlier" in advice(finding)
+
+
+def test_rewards_of_other_rows_keep_the_limits_of_agents_and_of_learned_runs():
+    shifted = replace(NOISE, shift=1)
+    assert found(with_noise(shifted))[RULE].severity == "critical"
+    assert found(with_noise(shifted, "environment.name=guess_number"))[RULE].severity == "warning"
+    assert found(with_noise(shifted, critic__score__mean=0.97))[RULE].severity == "info"
 
 
 def test_a_grader_that_rarely_fails_is_a_remark_where_all_the_variance_is_its_own(tmp_path):

@@ -65,6 +65,10 @@ def test_medians_of_neighbours_are_scipys(size, mode):
         np.testing.assert_array_equal(smoothed(flags, size, mode), median_filter(flags, size, mode=mode))
 
 
+def test_of_no_values_there_are_no_medians():
+    assert len(smoothed(np.empty(0))) == 0
+
+
 def test_a_series_is_judged_without_importing_scipys_statistics():
     code = """if True:
         import sys

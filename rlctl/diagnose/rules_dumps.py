@@ -66,19 +66,24 @@ REMEMBERED, UPDATES = 0.5, 10
 def optimizer_state(run: RunLog) -> Detection | Skipped | None:
     """The optimizer remembers the updates that were made."""
     state = run.dumps.optimizer if run.dumps else None
-    if state is None or state.made < UPDATES:
-        return Skipped("no optimizer's state with a count of updates was read from a checkpoint")
+    if state is None:
+        return Skipped("no optimizer's state with a count of updates was read (those of FSDP are not)")
+    if state.made < UPDATES:
+        return Skipped(f"the newest checkpoint is of {state.made} updates, fewer than {UPDATES}")
     if state.remembered >= REMEMBERED * state.made:
         return None
-    seen = Evidence(
-        "checkpoint", f"{state.remembered:,} of {state.made:,} updates, in that of step {state.step:,}"
-    )
-    lost_at = round(state.step * (1.0 - state.remembered / state.made)) if state.remembered else None
+    lost_at = round(state.step * (1.0 - state.remembered / state.made))
     return Detection(
         severity="warning",
-        what=f"the optimizer's state remembers {state.remembered:,} of {state.made:,} updates",
-        evidence=(seen,),
-        since=_first_step(run) if lost_at is None else lost_at,
+        what=f"the optimizer's state remembers {state.remembered:,} of {state.made:,} updates, last lost "
+        f"after step {lost_at:,}",
+        evidence=(
+            Evidence(
+                "checkpoint",
+                f"{state.remembered:,} of {state.made:,} updates, in that of step {state.step:,}",
+            ),
+        ),
+        since=_first_step(run),  # it may have been lost before, any number of times
     )
 
 

@@ -223,8 +223,9 @@ def _still_gains(run: RunLog) -> bool:
 def largest_update(run: RunLog, until: int) -> float | None:
     """Nats per token by which the updates on one batch moved the policy most, up to a step; None: unknown."""
     series = run.table.series(th.K3.key if run.facts.bypass_mode else _PPO_KL)
-    early = np.abs(series.values[series.steps <= until])
-    if run.facts.bypass_mode is None or _why_not_of_updates(run, series) or not len(early):
+    sizes = Series(series.steps, np.abs(series.values))
+    early = sizes.values[sizes.steps <= until]
+    if run.facts.bypass_mode is None or _why_not_of_updates(run, sizes) or not len(early):
         return None
     return float(early.max())
 
@@ -538,7 +539,8 @@ def _is_apart_at_once(run: RunLog, series: Series) -> bool:
     """Whether a KL to the reference in the first step is far above what the updates on its batch explain."""
     if not len(series) or not run.has_first_step or series.steps[0] > th.FIRST_STEP:
         return False
-    moved = largest_update(run, int(series.steps[0]))
+    # The KL on the first batch is measured before the only update on it.
+    moved = 0.0 if run.facts.updates_per_batch == 1 else largest_update(run, int(series.steps[0]))
     first = float(series.values[0])
     return moved is not None and first > APART_AT_ONCE and moved < first / 4.0
 

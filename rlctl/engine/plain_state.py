@@ -41,6 +41,13 @@ _OF_METADATA = {
 }
 
 
+class _StandIn:
+    """In place of a class of DeepSpeed: what a state holds of it, without its code."""
+
+    def __init__(self, *content: Any) -> None:
+        del content
+
+
 class PlainReader(FileSystemReader):
     """Reads a distributed checkpoint whose metadata are only metadata."""
 
@@ -95,6 +102,22 @@ def only_plain_data() -> Iterator[None]:
             yield
         finally:
             torch.load = load
+
+
+def load_plain(file: Path) -> Any:
+    """The content of a file of `torch.save`, in the host's memory; tensors are read when they are used.
+
+    DeepSpeed is not imported: its classes are replaced by one without code.
+
+    Raises:
+        pickle.UnpicklingError: the file contains something else than `only_plain_data` reads.
+        Exception: of many kinds, from a damaged file.
+    """
+    stand_ins: list[Any] = [
+        (_StandIn, f"{module}.{name}") for module, names in _OF_DEEPSPEED.items() for name in names
+    ]
+    with torch.serialization.safe_globals(stand_ins):
+        return torch.load(file, map_location="cpu", weights_only=True, mmap=True)
 
 
 def _main() -> None:

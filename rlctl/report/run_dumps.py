@@ -54,7 +54,7 @@ def with_dumps(run: RunLog, *, trust: bool = False) -> RunLog:
             with contextlib.redirect_stdout(sys.stderr):  # libraries print when they are imported
                 evidence = add(evidence, run, trust)
         except RlctlError as error:
-            notes.append(f"the dumped rollouts do not show {_ASKED[add]}: {error.what}")
+            notes.append(f"{_ASKED[add]}: {error.what}")
     return replace(run, dumps=evidence, notes=(*run.notes, *notes))
 
 
@@ -107,11 +107,12 @@ def _optimizer_state(evidence: DumpEvidence, run: RunLog, trust: bool) -> DumpEv
     return replace(evidence, optimizer=optimizer_state(directory))
 
 
+#: What a run that cannot answer does not show.
 _ASKED = {
-    _reward_noise: "whether equal responses got equal rewards",
-    _sampler_test: "whether log-probs are true",
-    _who_sampled: "which weights sampled",
-    _optimizer_state: "what the optimizer remembers",
+    _reward_noise: "the dumped rollouts do not show whether equal responses got equal rewards",
+    _sampler_test: "the dumped rollouts do not show whether log-probs are true",
+    _who_sampled: "the dumped rollouts do not show which weights sampled",
+    _optimizer_state: "the checkpoints do not show what the optimizer remembers",
 }
 
 

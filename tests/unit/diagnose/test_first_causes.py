@@ -5,6 +5,7 @@ from dataclasses import replace
 import pytest
 
 from rlctl.diagnose.rule import examine, in_chains
+from rlctl.diagnose.rules_update import largest_update
 from rlctl.diagnose.spec_patch import propose_patch
 from rlctl.diagnose.table import DumpEvidence, Facts
 from tests.unit.diagnose.logs import CORR, healthy_rows, run_log
@@ -161,6 +162,32 @@ def test_a_distance_that_the_first_updates_do_not_make_is_of_another_reference(e
 def test_a_small_distance_at_the_start_is_quiet_where_something_explains_it(changes, first):
     columns = rewards([0.3 + 0.01 * step for step in range(40)]) | {KL_LOSS: [0.3] * 40} | changes
     assert "reference-drift" not in found(diagnosis_of(BYPASS, first, **columns))
+
+
+@pytest.mark.parametrize(
+    ("updates", "first", "is_found"),
+    [(1, 1, True), (None, 1, False), (1, 2, False)],
+)
+def test_a_distance_before_the_only_update_on_the_first_batch_is_of_another_reference(
+    updates, first, is_found
+):
+    columns = rewards([0.3 + 0.01 * step for step in range(40)]) | {KL_LOSS: [0.3] * 40}
+    findings = found(diagnosis_of(Facts(updates_per_batch=updates, lr=1e-3), first, **columns))
+    assert ("reference-drift" in findings) is is_found
+    if is_found:
+        assert "not the policy that the run began with" in findings["reference-drift"].cause
+
+
+def test_the_largest_update_does_not_depend_on_the_sign_of_the_log_ratio():
+    values, rates = [0.002] * 4 + [0.003] + [-0.03] * 5, [1e-6] * 4 + [1e-5] * 6
+
+    def largest(kl):
+        rows = [
+            row | {PPO_KL: x, RATE: rate} for row, x, rate in zip(healthy_rows(10), kl, rates, strict=True)
+        ]
+        return largest_update(replace(run_log(rows), facts=DECOUPLED), 10)
+
+    assert largest(values) == largest([abs(value) for value in values]) == 0.03
 
 
 # --- a critic that is not trained -----------------------------------------------------------------

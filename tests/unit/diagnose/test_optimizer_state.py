@@ -1,6 +1,10 @@
 """An optimizer whose state is lost, seen in a checkpoint."""
 
+import pickle
+import shutil
+import zipfile
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 import torch
@@ -9,11 +13,17 @@ from rlctl.diagnose.readers.detect import read_run
 from rlctl.diagnose.rule import examine, metrics_read
 from rlctl.diagnose.table import DumpEvidence, OptimizerState
 from rlctl.engine.checkpoint import CHECKPOINTS, TrainerState, begin, publish
+from rlctl.engine.plain_state import load_plain
+from rlctl.errors import RunFailure
 from rlctl.report.optimizer_state import optimizer_state
 from rlctl.report.run_dumps import with_dumps
+from tests.hostile_files import poison
+from tests.processes import on_ranks_each
 from tests.unit.diagnose.logs import CORR, healthy_rows, run_log, write_run
 from tests.unit.diagnose.test_equal_responses import dump, is_right, sampled
 from tests.unit.diagnose.test_rules_judged import found, skipped
+from tests.unit.engine import plain_state_jobs
+from tests.unit.engine.engine_jobs import FSDP
 
 RULE = "optimizer-state"
 
@@ -72,6 +82,97 @@ def test_the_newest_intact_checkpoint_counts(tmp_path):
     assert optimizer_state(tmp_path) == OptimizerState(step=5, remembered=10, made=10)
 
 
+#: Stage, dtype, updates, the last update that is forgotten.
+REAL = [
+    *((0, "fp32", 3, 0), (1, "bf16", 3, 0), (1, "fp32", 3, 3), (1, "bf16", 3, 2)),
+    *((2, "bf16", 3, 0), (3, "bf16", 3, 2)),
+]
+
+
+@pytest.fixture(scope="module")
+def real(tmp_path_factory):
+    """Case → the run directory that the engine made."""
+    where = tmp_path_factory.mktemp("engines")
+    cases = [(*case, str(where / f"{index}")) for index, case in enumerate([*REAL, (FSDP, "fp32", 1, 0)])]
+    on_ranks_each(1, plain_state_jobs.kept, cases, where=where)
+    return {tuple(case): Path(root) for *case, root in cases}
+
+
+@pytest.mark.parametrize("case", REAL)
+def test_the_states_of_deepspeed_are_read(real, case):
+    *_, updates, forget_after = case
+    assert optimizer_state(real[case]) == OptimizerState(updates, updates - forget_after, updates)
+
+
+def test_code_in_a_state_of_deepspeed_is_refused(real, tmp_path):
+    for file in real[REAL[1]].glob("checkpoints/*/engine/**/*.pt"):
+        own = Path(shutil.copy(file, tmp_path))
+        load_plain(own)
+        poison(own, tmp_path / "executed")
+        with pytest.raises(pickle.UnpicklingError):
+            load_plain(own)
+    assert not (tmp_path / "executed").exists()
+
+
+def test_the_states_of_fsdp_are_not_read(real):
+    assert optimizer_state(real[FSDP, "fp32", 1, 0]) is None
+
+
+def of_optimizer(states, **group):
+    """State of an optimizer with these parameters' states in one group."""
+    states = dict(enumerate(states))
+    group = {"lr": 1e-3, "betas": (0.9, 0.99), "params": list(states)} | group
+    return {"state": {key: kept for key, kept in states.items() if kept is not None}, "param_groups": [group]}
+
+
+MOMENTS = {"exp_avg": torch.ones(3)}
+
+
+@pytest.mark.parametrize(
+    ("state", "remembered"),
+    [
+        (of_optimizer([{"state1": torch.ones(3), "state2": torch.ones(3)}]), None),  # Adam in 8 bits
+        (of_optimizer([MOMENTS]), None),  # Lion
+        (of_optimizer([MOMENTS], step=20), 20),  # fused Adam
+        (of_optimizer([None], step=20), 0),
+        (of_optimizer([None, {}]), 0),
+        (of_optimizer([None, MOMENTS | {"step": torch.tensor(7.0)}]), 7),
+        ({"state": {}, "param_groups": [{"lr": 1e-3, "momentum": 0.9, "params": [0]}]}, None),  # SGD
+    ],
+)
+def test_only_an_empty_state_counts_as_lost(tmp_path, state, remembered):
+    found = optimizer_state(keep(tmp_path, 10, 20, plain(state)))
+    assert (found and found.remembered) == remembered
+
+
+ODD_COUNTS = ["x", "20", None, float("inf"), float("nan"), -1, 10**400, torch.ones(2), {}, b"1"]
+
+
+@pytest.mark.parametrize(
+    "state",
+    [
+        *(of_optimizer([MOMENTS | {"step": step}]) for step in ODD_COUNTS),
+        {"state": [], "param_groups": [{"betas": (0.9, 0.99), "params": [0]}]},
+        {"state": {}, "param_groups": [{"betas": (0.9, 0.99)}]},
+        {"state": {}, "param_groups": [{"betas": (0.9, 0.99), "params": 3}]},
+        {"state": {0: 3}, "param_groups": [{"betas": (0.9, 0.99), "params": [0]}]},
+        {"state": {}, "param_groups": None},
+    ],
+)
+def test_an_odd_state_says_nothing(tmp_path, state):
+    assert optimizer_state(keep(tmp_path, 10, 20, plain(state))) is None
+
+
+@pytest.mark.parametrize("content", [b"", b"\x80\x02", b"\x80\x02X\x01", b"\x80\x02}q\x01N."])
+def test_a_damaged_file_says_nothing(tmp_path, content):
+    partial = begin(tmp_path / CHECKPOINTS, 10)
+    with zipfile.ZipFile(partial / "engine" / "states.pt", "w") as archive:
+        archive.writestr("states/version", b"3\n")
+        archive.writestr("states/data.pkl", content)
+    publish(tmp_path / CHECKPOINTS, partial, TrainerState(10, 20, 1), keep=None)
+    assert optimizer_state(tmp_path) is None
+
+
 @pytest.mark.parametrize("content", [{"module": {}}, {"optimizer": None}])
 def test_an_unknown_format_says_nothing(tmp_path, content):
     assert optimizer_state(keep(tmp_path, 10, 20, {"model_states.pt": content})) is None
@@ -102,10 +203,27 @@ def test_a_lost_state_explains_large_updates_and_no_rate_is_advised():
     assert found(diagnosis)["large-updates"].because_of == RULE
 
 
-def test_a_state_that_was_lost_later_explains_nothing_before():
-    late = OptimizerState(step=60, remembered=20, made=120)
-    finding = found(with_state(late))[RULE]
-    assert finding.since == 50
+def test_a_state_may_have_been_lost_before_the_last_loss():
+    diagnosis = with_state(OptimizerState(step=60, remembered=20, made=120))
+    assert "last lost after step 50" in found(diagnosis)[RULE].what
+    assert found(diagnosis)["large-updates"].because_of == RULE  # from the first step
+
+
+def test_a_state_of_few_updates_is_skipped_for_its_own_reason():
+    assert "4 updates" in skipped(with_state(OptimizerState(2, 0, 4)))[RULE].why
+    assert "FSDP" in skipped(with_state(None))[RULE].why
+
+
+def test_a_checkpoint_that_cannot_be_read_is_not_called_a_dump(tmp_path, monkeypatch):
+    def fail(run_dir):
+        raise RunFailure("it is a link")
+
+    monkeypatch.setattr("rlctl.report.optimizer_state.optimizer_state", fail)
+    run_dir = write_run(tmp_path / "run", [row | {"actor/ppo_kl": 0.05} for row in healthy_rows()])
+    dump(run_dir / "rollouts", sampled(is_right))
+    [note] = [note for note in with_dumps(read_run(run_dir, metrics_read())).notes if "it is a link" in note]
+    assert "checkpoint" in note
+    assert "dumped" not in note
 
 
 @pytest.mark.parametrize("state", [None, OptimizerState(60, 119, 120), OptimizerState(2, 0, 4)])

@@ -5,6 +5,7 @@ from __future__ import annotations
 import shutil
 from pathlib import Path
 
+from rlctl.engine.checkpoint import CHECKPOINTS, TrainerState, begin, publish
 from rlctl.engine.ranks import Ranks
 from rlctl.errors import RunFailure
 from tests.hooks import python_is
@@ -52,3 +53,16 @@ def converted(ranks: Ranks, root: str, python: str) -> str:
         assert not marker.exists()
         return error.what
     return ""
+
+
+def kept(ranks: Ranks, stage: int, dtype: str, updates: int, forget_after: int, root: str) -> None:
+    """A run directory with a checkpoint after so many updates, of which the optimizer forgets the first."""
+    actor = engine(ranks, stage, dtype)
+    for update in range(1, updates + 1):
+        take_step(actor, update, 8)
+        if update == forget_after:
+            actor._optimizer.state.clear()
+    checkpoints = Path(root) / CHECKPOINTS
+    partial = begin(checkpoints, updates)
+    actor.save(partial / "engine")
+    publish(checkpoints, partial, TrainerState(updates, updates, 1), keep=None)

@@ -330,7 +330,7 @@ def runs(num_clean: int, num_faulty: int, steps: int, only: list[str]) -> None:
     kinds = {name: (settings, num_clean) for name, settings in (SOUND | SOUND_WITH_SERVER).items()}
     kinds |= {name: (settings, num_faulty) for name, settings in PLANTED.items()}
     asked = [name for name in kinds if not only or name in only]
-    verdicts: dict[str, list[dict[str, Any]]] = {}
+    results: dict[str, list[dict[str, Any]]] = {}
     with contextlib.ExitStack() as stack:
         data = Path(stack.enter_context(tempfile.TemporaryDirectory())) / "train.parquet"
         write_rows(data, "train", rows_of_sums(split()[0]))
@@ -346,12 +346,12 @@ def runs(num_clean: int, num_faulty: int, steps: int, only: list[str]) -> None:
                 overrides = (*BASE, *served, *settings, *files, *whole)
                 document = _trained_and_tested(context, name, overrides)
                 if document:
-                    verdicts.setdefault(name, []).append(document)
+                    results.setdefault(name, []).append(document)
                     print(f"{name} seed {seed}: {_in_words(document)}", flush=True)
     print(f"\n{steps} steps; Clopper–Pearson, 95 %")
     print("| runs | alarms | called cut by z | largest log E | tokens | differ | guarantee |")
     print("|---|---|---|---|---|---|---|")
-    for name, documents in verdicts.items():
+    for name, documents in results.items():
         alarms = sum(each["alarm_step"] is not None for each in documents)
         cuts = sum(each["is_cut"] for each in documents)
         largest = max(each["largest_log_wealth"] for each in documents)

@@ -91,7 +91,9 @@ def peak_rate(run: RunLog) -> float | None:
     is_constant = len(rates) >= th.MIN_STEPS and not np.ptp(rates.values)
     begins = rates.steps[0] <= max(th.FIRST_STEP, int(np.median(np.diff(rates.steps))))
     has_stopped_rising = rates.values[-1] < rates.values.max() or rates.values[-1] == rates.values[-2]
-    return float(rates.values.max()) or None if is_constant or (begins and has_stopped_rising) else None
+    if not (is_constant or (begins and has_stopped_rising)):
+        return None
+    return float(rates.values.max()) or None
 
 
 def is_warming_up(run: RunLog) -> bool:
